@@ -10,8 +10,10 @@ from __future__ import annotations
 import functools
 import json
 import re
+import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -106,10 +108,23 @@ def _missing_library(env_id: str, error: ImportError) -> ConfigError:
     return ConfigError(f"env.id {env_id!r}: EnvPool needs {needs}")
 
 
+@contextmanager
+def _without_jax() -> Iterator[None]:
+    """EnvPool imports JAX where it is installed, in 0.7 s, for an interface that is not used here."""
+    if "jax" in sys.modules:
+        yield
+        return
+    sys.modules["jax"] = None  # type: ignore[assignment]  # makes its import fail
+    try:
+        yield
+    finally:
+        del sys.modules["jax"]
+
+
 def _guarded(env_id: str, make: Any, options: dict[str, Any]) -> Any:
     """Call an EnvPool constructor; its errors become a one-line `ConfigError`."""
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _without_jax():
             warnings.simplefilter("ignore")
             return make(env_id, **options)
     except ImportError as error:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
+
+import pytest
 
 LIBRARIES = "[m for m in sys.modules if m.startswith('envpool.') and m.endswith('_envpool')]"
 
@@ -30,6 +33,15 @@ def test_a_family_is_loaded_at_its_first_use():
     )
     assert "CartPole-v1" in loaded
     assert "atari" not in loaded
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="no jax")
+def test_jax_is_not_imported_and_still_there():
+    run(
+        "import sys; from coterie.envs.pool import pool_declared; from coterie.config import Atari, Env;"
+        "pool_declared(Env('Pong-v5'), Atari()); assert 'jax' not in sys.modules; import jax;"
+        "pool_declared(Env('CartPole-v1'), Atari()); assert sys.modules['jax'] is jax"
+    )
 
 
 def test_code_of_the_user_finds_all_of_it():
