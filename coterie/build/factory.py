@@ -35,7 +35,7 @@ from coterie.models.build import Network
 from coterie.models.heads import Moments, Normalizer
 from coterie.ops.optim import make_rule
 from coterie.parallel.board import Board
-from coterie.parallel.graphs import Graphed, Record
+from coterie.parallel.graphs import MOST_RECORDINGS, Graphed, Record
 from coterie.parallel.params import FlatParams
 from coterie.parallel.shm import SharedArrays
 from coterie.parallel.threads import making
@@ -85,7 +85,7 @@ def env_share(
     return EnvShare(mine, spec, first_env, own.groups, own.device, own.dtype, make, make_rng)
 
 
-def policy_of(algorithm: AnyAlgorithm, record: Record | None = None, most: int = 8) -> Policy:
+def policy_of(algorithm: AnyAlgorithm, record: Record | None = None, most: int = MOST_RECORDINGS) -> Policy:
     """How actions are chosen: each env explores by its id. `record`: of CUDA graphs, `most` of them."""
     act = Graphed(algorithm.act, record, most=most)
 
@@ -107,7 +107,7 @@ def agent_of(
         twin.clock.env_steps = algorithm.clock.env_steps if env_steps is None else env_steps
         return twin.clock.env_steps
 
-    own, apart = policy_of(algorithm, record), policy_of(twin, record, 16)  # two copies, batches of different sizes
+    own, apart = policy_of(algorithm, record), policy_of(twin, record, 2 * MOST_RECORDINGS)  # the latter of two copies
     return Agent(model, params, moments, own, algorithm.acts_at, apart, look)
 
 

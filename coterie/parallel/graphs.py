@@ -26,7 +26,7 @@ P = ParamSpec("P")
 Record = Callable[[Callable[[], Any], Sequence[Generator]], Callable[[], Any]]
 
 _WARM = 2  # plain calls before a recording: libraries set themselves up in their first calls
-_MOST_RECORDINGS = 8  # of one function by default, each with memory of its own
+MOST_RECORDINGS = 8  # of one function by default, each with memory of its own
 _MOST_KINDS = 1000  # of arguments, before nothing is recorded any more
 _MOST_CHANGES = 4  # of what a function reads besides its arguments; each needs other recordings
 _recording = threading.Lock()  # one thread records at a time
@@ -105,7 +105,7 @@ class Graphed(Generic[T]):
     """
 
     def __init__(
-        self, function: Callable[..., T], record: Record | None, marked: object = None, most: int = _MOST_RECORDINGS
+        self, function: Callable[..., T], record: Record | None, marked: object = None, most: int = MOST_RECORDINGS
     ) -> None:
         self.most = most
         self.function, self.record = function, record if getattr(marked or function, "recordable", False) else None

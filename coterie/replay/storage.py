@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -74,7 +74,7 @@ class EnvRings:
 
 class ObsStore:
     """One entry of the observations: rows `[envs x ring, *shape]`, or their newest frames. Rows and what is written are
-    arrays on the host (there torch takes four times as long for bytes), or tensors on a GPU.
+    arrays on the host, since torch takes four times as long to compare bytes on a CPU, or tensors on a GPU.
     """
 
     rows: Any
@@ -140,8 +140,8 @@ class ObsStore:
         return out
 
     def _take(self, at: Array) -> Tensor:
-        if isinstance(self.rows, Tensor):
-            return self.rows.index_select(0, torch.from_numpy(at).to(self.rows.device))
+        if self.device is not None:
+            return cast(Tensor, self.rows.index_select(0, torch.from_numpy(at).to(self.device)))
         # numpy's take: torch's index_select is a fifth slower here, since it takes no huge pages for the result.
         return torch.from_numpy(self.rows.take(at, 0))
 
