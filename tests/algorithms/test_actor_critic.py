@@ -20,7 +20,7 @@ from coterie.parallel.threads import Team
 from coterie.runs.config_io import replace
 from coterie.types import Inputs
 from tests.algorithms.harness import FP32, LSTM, gradient
-from tests.conftest import IMAGE, VECTOR, make_config, make_rollout
+from tests.conftest import IMAGE, VECTOR, make_config, make_rollout, needs_gpu
 
 
 @pytest.mark.parametrize("kind", [A2C, VTrace])
@@ -268,7 +268,7 @@ def test_a_compiled_forward_gives_the_same_gradient():
     torch.testing.assert_close(compiled, eager, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_gpu
 def test_the_gradient_on_a_gpu_is_the_cpu_s():
     config, rollout = make_config(), make_rollout(VECTOR, 6, 8)
     eager, _ = gradient(config, rollout)

@@ -19,6 +19,7 @@ from coterie.ops.dist import (
     make_distribution,
 )
 from coterie.types import ActionSpec
+from tests.conftest import needs_gpu
 
 SPECS = {
     "categorical": ActionSpec("categorical", (6,)),
@@ -236,7 +237,7 @@ def test_extreme_logits_give_finite_losses_and_gradients(spec: ActionSpec) -> No
     assert torch.isfinite(params.grad).all()  # type: ignore[arg-type]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@needs_gpu
 def test_samples_of_a_gpu_have_their_log_prob() -> None:
     params = torch.randn(500, 6, device="cuda")
     action, log_prob = Categorical(6).sample_with_log_prob(params, torch.Generator("cuda").manual_seed(0))

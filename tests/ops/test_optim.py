@@ -12,11 +12,11 @@ from torch import Tensor
 
 from coterie.config import Optim, Schedule
 from coterie.ops.optim import RMSProp, flat_norm_clip, make_rule, scaled_lr, schedule_value
+from tests.conftest import needs_gpu
 
 RULES = ("rmsprop", "rmsprop_tf", "adam", "adam_eps_hat")
 STEPS, N = 50, 103
 every = pytest.mark.parametrize("name", RULES)
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
 def start() -> Tensor:

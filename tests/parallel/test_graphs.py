@@ -22,9 +22,8 @@ from coterie.parallel.params import FlatParams
 from coterie.parallel.threads import Team
 from coterie.types import CoterieError, Inputs, ObsSpec, Rollout, map_tensors
 from tests.algorithms.harness import SMALL, VARIANTS
-from tests.conftest import VECTOR, make_config, make_rollout
+from tests.conftest import VECTOR, make_config, make_rollout, needs_gpu
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
 
 
@@ -240,8 +239,7 @@ def test_recorded_acting_is_the_plain_one(case, device):
             out, states[width] = policy(model, row, states[width], ids[:width], rng)
             outs.append(out)
             with torch.no_grad():
-                for weight in model.parameters():
-                    weight.mul_(0.99)
+                torch._foreach_mul_(list(model.parameters()), 0.99)
         outputs.append(outs)
     for a, b in zip(*outputs, strict=True):
         for x, y in zip(a, b, strict=True):

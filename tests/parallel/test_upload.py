@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from coterie.parallel.upload import Uploads
+from tests.conftest import needs_gpu
 
 BATCHES = 3
 
@@ -102,7 +103,7 @@ def test_on_a_cpu_no_batch_is_copied():
     uploads.close()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@needs_gpu
 def test_on_a_gpu_each_copy_is_what_was_written_before_it():
     device, memory = torch.device("cuda"), np.zeros((2, 1 << 22), np.float32)
     uploads = Uploads([{"x": torch.from_numpy(row)} for row in memory], memory, device)

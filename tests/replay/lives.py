@@ -11,11 +11,11 @@ import torch
 
 from coterie.replay.storage import Capacity, EnvReplay
 from coterie.types import ActionSpec, ObsSpec, Rollout, Spec
+from tests.conftest import needs_gpu
 
 GAMMA = 0.9
 # Where observations are: in memory, on disk, on a GPU, or on a CPU as they are on a GPU.
-NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-PLACES = ["memory", "disk", "cpu", pytest.param("cuda", marks=NO_GPU)]
+PLACES = ["memory", "disk", "cpu", pytest.param("cuda", marks=needs_gpu)]
 STACK = 3
 IMAGE = Spec("x", {"": ObsSpec((STACK, 5, 4), "uint8")}, ActionSpec("categorical", (4,)))
 DICT = Spec("x", {"a": ObsSpec((3,), "float32"), "b": ObsSpec((2, 2), "int64")}, ActionSpec("categorical", (4,)))
@@ -114,10 +114,8 @@ def put(room: Capacity, place: str, folder: Path) -> Capacity:
 
 
 def is_at(place: str, ring: EnvReplay) -> bool:
-    rows = [store.rows for store in ring.obs.values()]
-    if place in ("memory", "disk"):
-        return all(isinstance(x, np.memmap if place == "disk" else np.ndarray) for x in rows)
-    return all(x.device.type == place for x in rows)
+    kind, rows = {"memory": np.ndarray, "disk": np.memmap}.get(place), [store.rows for store in ring.obs.values()]
+    return all(isinstance(x, kind) if kind else x.device.type == place for x in rows)
 
 
 def join(rollouts: list[Rollout], ids: list[int]) -> Rollout:
