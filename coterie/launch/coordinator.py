@@ -205,8 +205,9 @@ class Coordinator:
 
     def _write_line(self) -> None:
         line = {**self.ledger.line(), **self.info.take().means("env/")}
-        self.writer.write(line)
+        # Before the line: where metrics.jsonl has one, processes.json exists.
         self.writer.processes(health(self.board, self.processes()), self.ledger.restarts)
+        self.writer.write(line)
         self.display.update({**self.ledger.status(), "metrics": line})
 
     def order_checkpoint(self, what: int = SAVE) -> None:
