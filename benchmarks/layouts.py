@@ -26,7 +26,7 @@ from coterie.runs.machine import describe
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "speed.md"
 NATURE = "--env Breakout-v5 --model.torso nature"
 MANY = "--algo.unroll-length 20 --central.batch-size 128 --env.num-envs 512"
-PLAIN = "--cuda-graphs False"
+PLAIN = "--graphs False"
 VTRACE = f"a2c {NATURE} --env.num-envs 512 --algorithm vtrace --algo.unroll-length 20"
 PPO = f"ppo {NATURE} --env.num-envs 128 --ppo.batch-size 16384 --ppo.minibatch-size 2048 --ppo.epochs 4"
 DQN = "dqn --env Breakout-v5 --replay.capacity 100000"

@@ -406,7 +406,7 @@ class Config:
     seed: Natural = 0  # of envs, weights and sampled actions
     device: Literal["auto", "cpu", "cuda"] = "auto"  # of the learners; auto: GPUs if there are any
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 for images where it is the faster
-    cuda_graphs: bool = True  # on a GPU, a learner step and the acting of a batch each run as one CUDA graph
+    graphs: bool = True  # a learner step and acting each run as one graph: of CUDA, or of TorchScript on a CPU
     deterministic: bool = False  # torch's deterministic algorithms: slower; on a GPU a replay needs them
     torch_threads: Natural = 0  # threads that share the training of a batch; 0: one per core for images, else 1
     callbacks: tuple[str, ...] = ()  # each package.module:callable (docs/guides/callbacks.md)

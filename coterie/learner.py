@@ -127,14 +127,14 @@ class Gradients:
         if loss not in self.recorded:
             self.recorded[loss] = Graphed(partial(self._backward, loss), self.record, loss)
         backward = self.recorded[loss]
-        changing = algorithm.changing() if backward.record else ()
+        backward.follow(algorithm.changing)
         parts = list(batch.parts(ways))
         priority: list[Tensor | None] = [None] * len(parts)
 
         def work(k: int) -> dict[str, Tensor]:
             sums: dict[str, Tensor] = {}
             for i in range(k, len(parts), ways):  # a fixed share in a fixed order, so that runs repeat
-                metrics, priority[i] = backward(self.models[k], parts[i], changing=changing)
+                metrics, priority[i] = backward(self.models[k], parts[i])
                 for name, term in metrics.items():
                     sums[name] = sums[name] + term if name in sums else term
             return sums

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -16,7 +16,7 @@ from coterie.config import Algo, Config, Refusal, ResolvedConfig, Reward
 from coterie.models.base import Model
 from coterie.ops.policy import masked_mean
 from coterie.ops.returns import RunningReturns
-from coterie.parallel.graphs import Record
+from coterie.parallel.graphs import Record, recordable
 from coterie.types import AgentOutput, ConfigError, Inputs, Rollout, Spec, json_object, map_obs, reason_of
 
 
@@ -35,7 +35,7 @@ class Compute:
     dtype: torch.dtype = torch.float32
     chunk: int = 0
     threads: int = 1
-    record: Record | None = None  # of CUDA graphs
+    record: Record | None = None  # of graphs
 
 
 ON_CPU = Compute()
@@ -133,6 +133,7 @@ class AlgorithmBase:
         return not cls.on_policy
 
     @staticmethod
+    @recordable
     def make_model(config: Config, spec: Spec) -> Model | None:
         """A network of the algorithm's own, with initial weights. None: that of section `model`."""
         return None
@@ -176,7 +177,7 @@ class AlgorithmBase:
 
     def explore(self, env_id: Tensor) -> Tensor:
         """Every env samples from the unmodified policy."""
-        return torch.ones(len(env_id), device=env_id.device)
+        return _ones(len(env_id), env_id.device)
 
     def changing(self) -> tuple[float, ...]:
         """What `loss` reads besides its arguments that changes in a run: a recorded loss holds while it is equal."""
@@ -202,6 +203,13 @@ class AlgorithmBase:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.rewards.load_state_dict(state)
+
+
+@cache
+def _ones(length: int, device: torch.device) -> Tensor:
+    """Kept: acting asks for the same again and again. No one writes to it."""
+    with torch.inference_mode(False):
+        return torch.ones(length, device=device)
 
 
 def slices(length: int, size: int, ways: int) -> list[slice]:

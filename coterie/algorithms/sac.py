@@ -29,6 +29,7 @@ from coterie.models.base import Model
 from coterie.models.build import Network
 from coterie.models.heads import init
 from coterie.models.mlp import compute_dtype
+from coterie.parallel.graphs import recordable
 from coterie.replay.transitions import Transitions
 from coterie.types import AgentOutput, Inputs, Obs, ObsSpec, Spec, entries
 
@@ -129,6 +130,7 @@ class SAC(ReplayLearning[Transitions]):
         self.pairs: tuple[list[Tensor], list[Tensor]] = ([], [])  # weights of the target and of what it follows
 
     @staticmethod
+    @recordable
     def make_model(config: Config, spec: Spec) -> SACNetwork:
         return SACNetwork(spec, config.model, config.sac.alpha)
 
@@ -145,6 +147,7 @@ class SAC(ReplayLearning[Transitions]):
         """In an actor: from the first trained weights on, actions are the policy's."""
         self.clock.env_steps = self.config.steps if version else 0
 
+    @recordable
     def act(
         self, model: Model, inputs: Inputs, core_state: Tensor | None, explore: Tensor | None, rng: torch.Generator
     ) -> tuple[AgentOutput, Tensor | None]:
@@ -172,6 +175,7 @@ class SAC(ReplayLearning[Transitions]):
         """The noise of the actions after and of those at the samples `[n, 2, A]`. Targets need the newest policy."""
         return torch.randn(len(rows.n_step[at]), 2, self.actions, generator=self.rng).to(rows.n_step.device)
 
+    @recordable
     def loss(self, model: Model, batch: ReplayBatch[Transitions]) -> Loss:
         """Critics: the squared error to r + discount (min Q'(s', a') - alpha log pi(a'|s')) (equations 5 and 6).
         Policy: alpha log pi(a|s) - min Q(s, a) (equation 9). Temperature: equation 18.

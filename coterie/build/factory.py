@@ -86,7 +86,7 @@ def env_share(
 
 
 def policy_of(algorithm: AnyAlgorithm, record: Record | None = None, most: int = MOST_RECORDINGS) -> Policy:
-    """How actions are chosen: each env explores by its id. `record`: of CUDA graphs, `most` of them."""
+    """How actions are chosen: each env explores by its id. `record`: of graphs, `most` of them."""
     act = Graphed(algorithm.act, record, most=most)
 
     def policy(
@@ -113,8 +113,8 @@ def agent_of(
 
 def make_agent(config: ResolvedConfig, spec: Spec) -> Agent:
     """The network and policy of an actor, on the CPU."""
-    model = make_model(config, spec)
-    return agent_of(make_algorithm(config, spec), model, FlatParams(model), normalizers(config, model))
+    model, record = make_model(config, spec), resolve_resources(replace(config, device="cpu"), spec).record_acting
+    return agent_of(make_algorithm(config, spec), model, FlatParams(model), normalizers(config, model), record)
 
 
 def make_model(config: Config, spec: Spec) -> Network:

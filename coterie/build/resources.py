@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 
 from coterie.acting.table import acting_kind
-from coterie.algorithms.base import AlgorithmBase, Compute
+from coterie.algorithms.base import Compute
 from coterie.algorithms.table import algorithm_class
 from coterie.build.precision import bf16_pays
 from coterie.choices import resolve_exchange, with_modules
@@ -22,6 +22,7 @@ from coterie.exchange.table import exchange_kind
 from coterie.models.cores import is_recurrent
 from coterie.parallel.affinity import available_cores
 from coterie.parallel.graphs import Record, record
+from coterie.parallel.traces import trace
 from coterie.runs.config_io import typed_settings
 from coterie.types import ConfigError, Spec
 
@@ -40,7 +41,7 @@ class Resources:
     torch_threads: int  # threads that train parts of a batch side by side, each with torch on one core
     groups: int
     chunk: int
-    record: Record | None = None  # of learner steps as CUDA graphs, where the network can be recorded
+    record: Record | None = None  # of learner steps as graphs, where the network can be recorded
     record_acting: Record | None = None
 
     @property
@@ -62,7 +63,9 @@ def resolve_resources(config: Config, spec: Spec, gpu: int = 0, cores: int = 0) 
     image = any(s.is_image for s in spec.obs.values())
     bf16 = config.precision == "bf16" or (config.precision == "auto" and image and bf16_pays(device.type))
     cores = cores or len(available_cores())
-    acting, training = _recordable(config, spec) if cuda and config.cuda_graphs else (False, False)
+    # On a CPU the operators of image networks take far longer than their calls.
+    acting, training = _recordable(config, spec) if config.graphs and (cuda or not image) else (False, False)
+    graph = record if cuda else trace
     # A second thread pays where a forward pass takes long; a small net's calls would only wait for the interpreter.
     most = algorithm_class(config).training_threads(config, cores if image and not cuda else 1)
     return Resources(
@@ -72,8 +75,8 @@ def resolve_resources(config: Config, spec: Spec, gpu: int = 0, cores: int = 0) 
         torch_threads=config.torch_threads or most,
         groups=config.env.groups or _groups(config, image or cuda, cores == 1 and not cuda, spec.agents),
         chunk=config.optim.chunk or (_CPU_CHUNK if image and not cuda else 0),
-        record=record if training else None,
-        record_acting=record if acting else None,
+        record=graph if training else None,
+        record_acting=graph if acting else None,
     )
 
 
@@ -82,8 +85,8 @@ def _recordable(config: Config, spec: Spec) -> tuple[bool, bool]:
     parts of the user's. Training with a memory does not, since it looks where episodes begin. A replay of central
     acting would record at other calls, which may round differently.
     """
-    model, kind = config.model, algorithm_class(config)
-    custom = ":" in model.torso + model.network + model.core or kind.make_model is not AlgorithmBase.make_model
+    model, own = config.model, getattr(algorithm_class(config).make_model, "recordable", False)
+    custom = ":" in model.torso + model.network + model.core or not own
     same = not custom and not any(s.text for s in spec.obs.values()) and model.compile == "none"
     again = config.deterministic and acting_kind(config).hosted
     return same and model.core != "gtrxl" and not again, same and not is_recurrent(model)

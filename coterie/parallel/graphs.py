@@ -1,6 +1,7 @@
-"""CUDA graphs: a function of tensors is recorded once, and then launched as one, without Python between its kernels.
+"""Functions of tensors that are recorded once, and then run as one, without Python between their operators: on a GPU as
+CUDA graphs (`record`), on a CPU as TorchScript (`traces.py`).
 
-A learner step of a small net is about a hundred kernels, and launching them from Python takes longer than running them.
+A learner step of a small net is about a hundred operators, and calling them from Python takes longer than running them.
 Only functions marked `recordable` are recorded: what they read besides their arguments stays in one place of memory.
 """
 
@@ -11,7 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import numpy as np
@@ -22,26 +23,36 @@ from coterie.types import CoterieError, first_line
 
 T = TypeVar("T")
 P = ParamSpec("P")
-# (function, its random numbers) -> a call that runs it again on the same memory
-Record = Callable[[Callable[[], Any], Sequence[Generator]], Callable[[], Any]]
+Flat = Callable[[list[Tensor]], list[Tensor]]
+# (function, arguments, its random numbers) -> its results for them where it was called, and the recorded function;
+# None: it cannot be recorded
+Record = Callable[[Flat, list[Tensor], Sequence[Generator]], tuple[list[Tensor] | None, Flat | None]]
 
 _WARM = 2  # plain calls before a recording: libraries set themselves up in their first calls
-MOST_RECORDINGS = 8  # of one function by default, each with memory of its own
+MOST_RECORDINGS = 8  # of one function by default; on a GPU each has memory of its own
 _MOST_KINDS = 1000  # of arguments, before nothing is recorded any more
 _MOST_CHANGES = 4  # of what a function reads besides its arguments; each needs other recordings
 _recording = threading.Lock()  # one thread records at a time
 
 
 def recordable(function: Callable[P, T]) -> Callable[P, T]:
-    """Mark a function or method. What overrides a method is not marked."""
+    """Mark a function or method. What overrides a method is not marked, nor is what a class of another package
+    inherits, for it may override what the method calls.
+    """
     function.recordable = True  # type: ignore[attr-defined]
     return function
 
 
-def record(function: Callable[[], T], rngs: Sequence[Generator]) -> Callable[[], T]:
-    """Record `function` as a CUDA graph, without running it. The call that it returns launches the graph; its results
-    are the same memory each time.
-    """
+def _marked(function: Any) -> bool:
+    owner = getattr(function, "__self__", None)
+    ours = owner is None or type(owner).__module__.split(".")[0] == function.__module__.split(".")[0]
+    return ours and getattr(function, "recordable", False)
+
+
+def record(function: Flat, tensors: list[Tensor], rngs: Sequence[Generator]) -> tuple[None, Flat]:
+    """Record `function` as a CUDA graph, without running it."""
+    with torch.inference_mode(False):  # so that they can be written in any mode
+        inputs = [x.clone() for x in tensors]
     graph = torch.cuda.CUDAGraph()
     for rng in rngs:
         graph.register_generator_state(rng)
@@ -53,7 +64,7 @@ def record(function: Callable[[], T], rngs: Sequence[Generator]) -> Callable[[],
     with torch.cuda.stream(stream):
         graph.capture_begin(capture_error_mode="thread_local")  # other threads go on with their own kernels
         try:
-            results = function()
+            results = function(inputs)
         except BaseException:
             with suppress(RuntimeError):
                 graph.capture_end()
@@ -61,35 +72,25 @@ def record(function: Callable[[], T], rngs: Sequence[Generator]) -> Callable[[],
         graph.capture_end()
     current.wait_stream(stream)
 
-    def run() -> T:
+    def run(tensors: list[Tensor]) -> list[Tensor]:
+        torch._foreach_copy_(inputs, tensors)
         graph.replay()
-        return results
+        return [x.clone() for x in results]  # the next run overwrites them
 
-    return run
+    return None, run
 
 
+@dataclass
 class _Recording(Generic[T]):
-    """One recording of a function, for arguments of one kind."""
+    """One recording of a function, for arguments of one kind. `found`: results, of which the tensors are replaced."""
 
-    def __init__(
-        self, function: Callable[..., T], args: tuple[Any, ...], tensors: list[Tensor], record: Record
-    ) -> None:
-        with torch.inference_mode(False):  # so that they can be written in any mode
-            self.inputs = [x.clone() for x in tensors]
-        left = iter(self.inputs)
-        own = tuple(_refilled(x, left) for x in args)
-        rngs = [x for x in args if isinstance(x, Generator)]
-        with _device_of(tensors), _recording:
-            self.run: Callable[[], T] = record(lambda: function(*own), rngs)
+    run: Flat
+    found: T
 
     def __call__(self, tensors: list[Tensor]) -> T:
         with _device_of(tensors):
-            torch._foreach_copy_(self.inputs, tensors)
-            found = self.run()
-            results: list[Tensor] = []
-            _taken(found, results)
-            copies: T = _refilled(found, iter([x.clone() for x in results]))  # the next run overwrites the results
-        return copies
+            results: T = _refilled(self.found, iter(self.run(tensors)))
+        return results
 
 
 def _device_of(tensors: list[Tensor]) -> AbstractContextManager[object]:
@@ -99,27 +100,30 @@ def _device_of(tensors: list[Tensor]) -> AbstractContextManager[object]:
 
 class Graphed(Generic[T]):
     """`function`, recorded by `record` for each kind of arguments: shapes and types of tensors, and all else by value.
-    Arguments may hold tensors in dataclasses, tuples, lists and dicts; arrays of numpy must not matter. Two threads may
-    not call it with arguments of one kind at once. Without `record`, or if `function` (or `marked`, which it calls) is
-    not `recordable`, each call is a plain one, and so are those of further kinds once there are `most` recordings.
+    Arguments may hold tensors in dataclasses, tuples, lists and dicts, which `function` may not write to; arrays of
+    numpy must not matter. Two threads may not call it with arguments of one kind at once. Without `record`, or if
+    `function` (or `marked`, which it calls) is not `recordable`, each call is a plain one, and so are those of further
+    kinds once there are `most` recordings, and all once one could not be recorded.
     """
 
     def __init__(
         self, function: Callable[..., T], record: Record | None, marked: object = None, most: int = MOST_RECORDINGS
     ) -> None:
         self.most = most
-        self.function, self.record = function, record if getattr(marked or function, "recordable", False) else None
+        self.function, self.record = function, record if _marked(marked or function) else None
         self.seen: Counter[Hashable] = Counter()
         self.recordings: dict[Hashable, _Recording[T]] = {}
         self.changing: tuple[float, ...] | None = None
         self.changes = 0
 
-    def __call__(self, *args: Any, changing: tuple[float, ...] = ()) -> T:
-        """`changing`: what `function` reads besides its arguments."""
-        if self.record is not None and changing != self.changing:
+    def follow(self, changes: Callable[[], tuple[float, ...]]) -> None:
+        """Note what `function` reads besides its arguments; not while it is called."""
+        if self.record is not None and (changing := changes()) != self.changing:
             self.changing, self.changes = changing, self.changes + 1
             self._forget(self.record if self.changes <= _MOST_CHANGES else None)
-        if self.record is None:
+
+    def __call__(self, *args: Any) -> T:
+        if (record := self.record) is None:
             return self.function(*args)
         tensors: list[Tensor] = []
         kind = _taken(args, tensors)
@@ -130,22 +134,42 @@ class Graphed(Generic[T]):
                 return self.function(*args)
             if self.seen[kind] <= _WARM or len(self.recordings) == self.most:
                 return self.function(*args)
-            try:
-                found = self.recordings[kind] = self._recorded(args, tensors, self.record)
-            except torch.OutOfMemoryError:
-                warnings.warn("no memory is left for CUDA graphs: going on without", stacklevel=2)
+            results, found = self._recorded(record, args, tensors)
+            if found is None:
                 self._forget(None)
-                return self.function(*args)
-            except RuntimeError as error:
-                raise CoterieError(f"cuda_graphs: recording failed ({first_line(error)}); set it to False") from error
-        return found(tensors)
+            else:
+                self.recordings[kind] = found
+            if results is not None:
+                return results[0]
+        return found(tensors) if found else self.function(*args)
 
-    def _recorded(self, args: tuple[Any, ...], tensors: list[Tensor], record: Record) -> _Recording[T]:
-        try:
-            return _Recording(self.function, args, tensors, record)
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()  # the plain calls' memory
-        return _Recording(self.function, args, tensors, record)
+    def _recorded(
+        self, record: Record, args: tuple[Any, ...], tensors: list[Tensor]
+    ) -> tuple[list[T] | None, _Recording[T] | None]:
+        """The results, if the function was called, and the recording, if it can be recorded."""
+        kept: list[T] = []
+
+        def flat(tensors: list[Tensor]) -> list[Tensor]:
+            kept[:] = [self.function(*_refilled(args, iter(tensors)))]
+            results: list[Tensor] = []
+            _taken(kept[0], results)
+            return results
+
+        rngs, run = [x for x in args if isinstance(x, Generator)], None
+        for last in (False, True):
+            try:
+                with _device_of(tensors), _recording:
+                    results, run = record(flat, tensors, rngs)
+                break
+            except torch.OutOfMemoryError:
+                if last:
+                    warnings.warn("no memory is left for CUDA graphs: going on without", stacklevel=3)
+                    return None, None
+                torch.cuda.empty_cache()  # the plain calls' memory
+            except RuntimeError as error:
+                raise CoterieError(f"graphs: recording failed ({first_line(error)}); set it to False") from error
+        made = None if run is None else _Recording(run, kept[0])
+        return (None if results is None else list(kept)), made
 
     def _forget(self, record: Record | None) -> None:
         """Drop the recordings, and go on with `record`."""

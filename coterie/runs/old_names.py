@@ -16,6 +16,7 @@ OLD: dict[str, tuple[Any, str]] = {
     "central.inference_gpus": (0, "was removed; each learner chooses actions on its own GPU"),
     "central.lag_alarm": (0, "was removed; metrics.jsonl has policy_lag"),
     "decoupled.lag_alarm": (0, "was removed; metrics.jsonl has policy_lag"),
+    "cuda_graphs": (True, "is now graphs"),
     "gossip.seats": (None, "was removed; a run gossips with at most 256 learners of other runs"),
     "sac.entropy_target": (0.0, "is now sac.target_entropy"),
     "store.fixed_turns": (False, "was removed; exchange allreduce, or gossip with tau 0, is reproducible"),

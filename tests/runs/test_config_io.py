@@ -199,7 +199,8 @@ def test_an_old_option_is_refused_by_a_sentence_that_names_what_replaces_it(name
     section, _, field = name.rpartition(".")
     data = to_dict(Config())
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({**data, section: {**data.get(section, {}), field: value}}))
+    inside = {**data.get(section, {}), field: value}
+    path.write_text(json.dumps({**data, **({section: inside} if section else inside)}))
     assert refused(load_config, path) == f"{name}: {reason} (in {path})"
 
 
@@ -208,7 +209,7 @@ def test_a_config_of_an_older_version_loads_if_its_old_options_have_their_defaul
     del data["plugins"]
     for name, (default, _) in OLD.items():
         section, _, field = name.rpartition(".")
-        data.setdefault(section, {})[field] = default
+        (data.setdefault(section, {}) if section else data)[field] = default
     (tmp_path / "config.json").write_text(json.dumps(data))
     assert load_config(tmp_path / "config.json") == Config(learners=3)
 

@@ -175,6 +175,7 @@ class Parts:
         self.alone = Gradients(learner.model, learner.params, Team(1), compute, learner.resources.record)
         self.policy = policy_of(learner.algorithm, learner.resources.record_acting)
         self.batch: AnyBatch | None = None  # the last
+        self.warm = 5 if learner.resources.record else 0  # calls until a function is recorded and TorchScript settled
 
     def _most_at_once(self) -> int:
         """Envs in one forward pass, the most where that varies."""
@@ -225,6 +226,8 @@ class Parts:
         its next batch meanwhile.
         """
         clock = time.perf_counter if self.device.type == "cuda" else time.process_time
+        for _ in range(self.warm):
+            call()
         calls, begin, end = 0, clock(), time.perf_counter() + seconds
         while not calls or time.perf_counter() < end:
             call()

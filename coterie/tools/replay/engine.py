@@ -218,6 +218,7 @@ def switch(learner: LearnerProcess, config: ResolvedConfig) -> None:
     for name in EDITABLE:
         vars(getattr(learner.config, name)).update(vars(getattr(config, name)))
     learner.exchange.guard.max_grad_norm = config.optim.max_grad_norm
+    learner.gradients.recorded.clear()  # graphs hold the old ones
 
 
 def shapes(tensors: Tensors) -> dict[tuple[str, str], torch.Size]:

@@ -1,0 +1,179 @@
+"""Functions of tensors as TorchScript, for a CPU: their operators run in its interpreter, without Python between them.
+
+A learner step of a small network is about 130 operators. Eager torch takes 7 us for each of them, what it keeps for the
+backward pass included, and the interpreter 2 (docs/benchmarks/speed.md). The operators and their order stay the same,
+and so do the results. What is recorded runs below autograd: a backward pass is just more operators.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# A private name: `no_grad` does the same, but counts what is written and keeps views, a tenth of a small step.
+_below_autograd: Callable[[], AbstractContextManager[Any]] = getattr(
+    torch._C, "_AutoDispatchBelowAutograd", torch.no_grad
+)
+Flat = Callable[[list[Tensor]], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor is. While all tensors of a tape exist it stands for one of them, whatever object that is: a
+    backward pass has its own.
+    """
+
+    storage: int
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _place(x: Tensor) -> _Place:
+    return _Place(x.untyped_storage()._cdata, int(x.storage_offset()), x.shape, x.stride(), x.dtype)
+
+
+def _places(x: Any) -> Any:
+    """`x` with places for its tensors."""
+    if isinstance(x, Tensor):
+        return _place(x)
+    return type(x)(map(_places, x)) if isinstance(x, tuple | list) else x
+
+
+def _tensors(x: Any) -> Iterator[Tensor]:
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, tuple | list):
+        for y in x:
+            yield from _tensors(y)
+
+
+class _Reads(TorchFunctionMode):
+    """Notes what takes values out of tensors, or brings them in, without an operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.any = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.any |= func in _OUTSIDE
+        return func(*args, **(kwargs or {}))
+
+
+_OUTSIDE = {Tensor.tolist, Tensor.numpy, Tensor.__array__, torch.from_numpy, torch.as_tensor}
+_OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The operators that run, with their arguments and results."""
+
+    def __init__(self, inputs: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[Callable[..., Any], Any, dict[str, Any], list[_Place]]] = []
+        self.reads = {_place(x): x for x in inputs}  # what exists before the calls, the inputs first
+        self.made = dict[_Place, Tensor]()
+        self.fleeting = {place.storage for place in self.reads}  # memory that is another one at the next call
+        self.moving = set(self.fleeting)  # memory whose values differ from call to call
+        self.whole = True  # whether these calls are all that makes the results
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler, 0.8 s and 70 MiB, to leave this class out of what it compiles
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        given = list(_tensors((args, tuple(named.values()))))
+        lasting = self.see(given)
+        if func is torch.ops.aten.lift_fresh.default:  # a tensor of Python's numbers is a new one in each call
+            func = torch.ops.aten.clone.default
+        found = func(*args, **named)
+        places = [_place(x) for x in _tensors(found)]
+        self.whole &= bool(places) and not (_OF_VALUES & set(func.tags) and not _is_lookup(func, args))
+        if func.is_view and (self.made.keys() >= set(places) or lasting >= {place.storage for place in places}):
+            return found  # what is there already, or memory that stays
+        self.made |= {place: x for place, x in zip(places, _tensors(found), strict=True) if place not in self.reads}
+        self.fleeting |= {place.storage for place in places} - lasting
+        if any(isinstance(x, Generator) for x in (*args, *named.values())) or any(
+            _place(x).storage in self.moving | lasting for x in given
+        ):
+            self.moving |= {place.storage for place in places}
+        self.calls.append((func, _places(args), {name: _places(x) for name, x in named.items()}, places))
+        return found
+
+    def see(self, tensors: Iterable[Tensor]) -> set[int]:
+        """They are read; returns the memory that is the same at the next call."""
+        for x in tensors:
+            if (place := _place(x)) not in self.made and place not in self.reads:
+                self.whole &= place.storage not in self.fleeting
+                self.reads[place] = x
+        return {place.storage for place in self.reads} - self.fleeting
+
+    def again(self, reads: Sequence[Tensor], results: list[_Place]) -> tuple[Tensor, ...]:
+        """The results of the same calls, with others of what they read."""
+        now = dict(zip(self.reads, reads, strict=True))
+
+        def of(x: Any) -> Any:
+            if isinstance(x, _Place):
+                return now[x]
+            return type(x)(map(of, x)) if isinstance(x, tuple | list) else x
+
+        for func, args, named, places in self.calls:
+            found = func(*of(args), **{name: of(x) for name, x in named.items()})
+            now.update(zip(places, _tensors(found), strict=True))
+        return tuple(now[place] for place in results)
+
+
+def _is_lookup(func: Any, args: Any) -> bool:
+    """Indexing by numbers, not by a mask, whose count would be the length of the result."""
+    return func is torch.ops.aten.index.Tensor and all(x.dtype in (torch.int64, torch.int32) for x in _tensors(args[1]))
+
+
+def trace(function: Flat, tensors: list[Tensor], rngs: Sequence[Generator]) -> tuple[list[Tensor] | None, Flat | None]:
+    """Call `function` and record it: its results, and itself as TorchScript, or None where it cannot be recorded."""
+    with torch.inference_mode(False):
+        inputs = [x.clone(memory_format=torch.contiguous_format) for x in tensors]  # as places of their own
+    tape, reads = _Tape(inputs), _Reads()
+    with reads, tape:
+        results = function(inputs)
+    tape.see(results)
+    script = None if reads.any or not tape.whole else _script(tape, [_place(x) for x in results], rngs)
+    if script is None:
+        return results, None
+    own = [x.detach() for x in tape.reads.values()][len(inputs) :]
+    constant = [i for i, x in enumerate(results) if _place(x).storage not in tape.moving]
+    tape.made.clear()  # TorchScript keeps the tape
+    tape.reads.clear()
+
+    def run(tensors: list[Tensor]) -> list[Tensor]:
+        with _below_autograd():
+            found = list(script(*(x.contiguous() for x in tensors), *own))
+            for i in constant:  # TorchScript makes it once
+                found[i] = found[i].clone()
+        return found
+
+    return results, run
+
+
+def _script(tape: _Tape, results: list[_Place], rngs: Sequence[Generator]) -> Callable[..., tuple[Tensor, ...]] | None:
+    """The calls of the tape as TorchScript. Nothing that they read is changed."""
+    states = [rng.get_state() for rng in rngs]
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # TorchScript is not developed any further
+            copies = tuple(x.detach().clone() for x in tape.reads.values())
+            made = torch.jit.trace(lambda *reads: tape.again(reads, results), copies, check_trace=False)  # type: ignore[no-untyped-call]
+        return made if isinstance(made, torch.jit.ScriptFunction) else None
+    except Exception:  # an argument that it does not know, or a torch without it
+        return None
+    finally:
+        for rng, state in zip(rngs, states, strict=True):
+            rng.set_state(state)
