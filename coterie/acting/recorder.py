@@ -152,15 +152,19 @@ def as_rollout(fields: Fields, device: torch.device, uploaded: Fields | None = N
 
 @dataclass
 class _Columns:
-    """What one group writes and reads: views `[T+1 or T, b, ...]` of the recorder's arrays."""
+    """What one group writes and reads: views of the recorder's arrays, `[b, ...]` for each row."""
 
-    obs: dict[str, Tensor]
+    obs: dict[str, list[Tensor]]
     host: dict[str, Array]  # the same memory, where it is the host's
-    is_first: Tensor  # on the host
-    action: Tensor
-    reward: Tensor  # on the host
-    log_prob: Tensor
-    value: Tensor
+    is_first: list[Tensor]  # on the host
+    action: list[Tensor]
+    reward: list[Tensor]  # on the host
+    log_prob: list[Tensor]
+    value: list[Tensor]
+
+
+def _rows(x: Tensor) -> list[Tensor]:
+    return [x[i] for i in range(len(x))]
 
 
 class Recorder:
@@ -179,12 +183,11 @@ class Recorder:
         self.version, self.reward, self.is_first = host["version"], host["reward"], host["is_first"]
         self.terminated, self.truncated, self.env_id = host["terminated"], host["truncated"], host["env_id"]
         self.episode_return, self.episode_length = host["episode_return"], host["episode_length"]
-        # Each group's columns of all rows: a row of them is one call away.
         self.columns = [
             _Columns(
-                {k: x[:, cols] for k, x in self.obs.items()},
+                {k: _rows(x[:, cols]) for k, x in self.obs.items()},
                 {k: x[:, cols].numpy() for k, x in self.obs.items() if x.device.type == "cpu"},
-                *(fields[name][:, cols] for name in ("is_first", "action", "reward", "log_prob", "value")),
+                *(_rows(fields[name][:, cols]) for name in ("is_first", "action", "reward", "log_prob", "value")),
             )
             for cols in groups
         ]
