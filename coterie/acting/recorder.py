@@ -163,10 +163,6 @@ class _Columns:
     value: list[Tensor]
 
 
-def _rows(x: Tensor) -> list[Tensor]:
-    return [x[i] for i in range(len(x))]
-
-
 class Recorder:
     """Writes timesteps and agent outputs of all groups into the arrays of one rollout, in place.
 
@@ -185,9 +181,9 @@ class Recorder:
         self.episode_return, self.episode_length = host["episode_return"], host["episode_length"]
         self.columns = [
             _Columns(
-                {k: _rows(x[:, cols]) for k, x in self.obs.items()},
+                {k: list(x[:, cols]) for k, x in self.obs.items()},
                 {k: x[:, cols].numpy() for k, x in self.obs.items() if x.device.type == "cpu"},
-                *(_rows(fields[name][:, cols]) for name in ("is_first", "action", "reward", "log_prob", "value")),
+                *(list(fields[name][:, cols]) for name in ("is_first", "action", "reward", "log_prob", "value")),
             )
             for cols in groups
         ]
