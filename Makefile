@@ -52,7 +52,7 @@ peers: $(VENV)/base $(PEERS:%=.peers/%/installed)
 # docs/benchmarks/speed.md, as far as this machine can repeat it, in an hour without anything beside it: each layout,
 # the start, then the other frameworks (first: make peers).
 bench: $(VENV)/installed
-	$(BIN)/python benchmarks/layouts.py cpu --out docs/benchmarks/data/layouts.json --page
+	$(BIN)/python benchmarks/layouts.py cpu --seconds $(or $(SECONDS),60) --out docs/benchmarks/data/layouts.json --page
 	$(BIN)/python benchmarks/startup.py --out docs/benchmarks/data/startup.json --page
 	$(BIN)/python benchmarks/peers/compare.py --seconds 15
 	$(BIN)/python benchmarks/peers/chart.py
