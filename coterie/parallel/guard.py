@@ -40,8 +40,8 @@ class Guard:
             self._pipe.write(b".")
 
     def close(self) -> None:
-        self._pipe.close()
         self._popen.kill()
+        self._pipe.close()
         with suppress(subprocess.TimeoutExpired):  # the reason for which the run ended must not be lost for it
             self._popen.wait(_KILLED_S)
 

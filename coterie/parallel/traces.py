@@ -18,11 +18,12 @@ from torch import Generator, Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from coterie.parallel.graphs import Flat
+
 # A private name: `no_grad` does the same, but counts what is written and keeps views, a tenth of a small step.
 _below_autograd: Callable[[], AbstractContextManager[Any]] = getattr(
     torch._C, "_AutoDispatchBelowAutograd", torch.no_grad
 )
-Flat = Callable[[list[Tensor]], list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def _is_lookup(func: Any, args: Any) -> bool:
     return func is torch.ops.aten.index.Tensor and all(x.dtype in (torch.int64, torch.int32) for x in _tensors(args[1]))
 
 
-def trace(function: Flat, tensors: list[Tensor], rngs: Sequence[Generator]) -> tuple[list[Tensor] | None, Flat | None]:
+def trace(function: Flat, tensors: list[Tensor], rngs: Sequence[Generator]) -> tuple[list[Tensor], Flat | None]:
     """Call `function` and record it: its results, and itself as TorchScript, or None where it cannot be recorded."""
     with torch.inference_mode(False):
         inputs = [x.clone(memory_format=torch.contiguous_format) for x in tensors]  # as places of their own

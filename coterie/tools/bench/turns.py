@@ -175,7 +175,7 @@ class Parts:
         self.alone = Gradients(learner.model, learner.params, Team(1), compute, learner.resources.record)
         self.policy = policy_of(learner.algorithm, learner.resources.record_acting)
         self.batch: AnyBatch | None = None  # the last
-        self.warm = 5 if learner.resources.record else 0  # calls until a function is recorded and TorchScript settled
+        self.warmed = set[str]()  # what has been recorded, where it is, and has run some times
 
     def _most_at_once(self) -> int:
         """Envs in one forward pass, the most where that varies."""
@@ -203,8 +203,8 @@ class Parts:
 
     def turn(self, seconds: float) -> dict[str, float]:
         """Seconds of a core for each env step, of both."""
-        act = self._mean(partial(self._act, self.width), seconds / 2) / self.width
-        return {"act": act, "train": self._mean(self._train, seconds / 2) / self.rollout.mask.numel()}
+        act = self._mean("act", partial(self._act, self.width), seconds / 2) / self.width
+        return {"act": act, "train": self._mean("train", self._train, seconds / 2) / self.rollout.mask.numel()}
 
     def calls(self, seconds: float) -> dict[str, float]:
         """Seconds of a core for the policy's forward pass and for the gradient of a learner step, and the part of each
@@ -217,17 +217,19 @@ class Parts:
             pairs["step"] = partial(self._step, self.batch), partial(self._step, fewer)
         found = dict[str, float]()
         for name, calls in pairs.items():
-            whole, half = (self._mean(call, seconds / len(pairs) / 2) for call in calls)
+            whole, half = (self._mean(f"{name} {k}", calls[k], seconds / len(pairs) / 2) for k in (0, 1))
             found |= {name: whole, f"{name}_fixed": max(0.0, 2 * half - whole)}
         return found
 
-    def _mean(self, call: Callable[[], object], seconds: float) -> float:
+    def _mean(self, name: str, call: Callable[[], object], seconds: float) -> float:
         """Seconds of processor time that a call takes: other learners may share the core, and a value method prepares
         its next batch meanwhile.
         """
         clock = time.perf_counter if self.device.type == "cuda" else time.process_time
-        for _ in range(self.warm):
-            call()
+        if self.learner.resources.record and name not in self.warmed:
+            self.warmed.add(name)
+            for _ in range(5):  # until it is recorded and TorchScript has settled
+                call()
         calls, begin, end = 0, clock(), time.perf_counter() + seconds
         while not calls or time.perf_counter() < end:
             call()
