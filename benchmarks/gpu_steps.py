@@ -74,7 +74,7 @@ def measure(name: str, torso: str, unroll: int, envs: int, samples: int, recorde
     config = resolve_config(presets.ppo("Pong-v5", **{**changes, "env.num_envs": envs}))
     taken, rollout, compute = record if recorded else None, made_up(unroll, envs), autocast(GPU, torch.bfloat16)
     model = make_model(config, SPEC).to(GPU)
-    algorithm = make_algorithm(config, SPEC, Compute(torch.bfloat16, record=taken))
+    algorithm = make_algorithm(config, SPEC, Compute(torch.bfloat16, record=taken, device=GPU))
     gradients = Gradients(model, FlatParams(model), Team(1), compute, taken)
     batch = next(iter(algorithm.batches(model, rollout)))
     step = microseconds(lambda: gradients.compute(algorithm, batch))

@@ -29,12 +29,18 @@ MANY = "--algo.unroll-length 20 --central.batch-size 128 --env.num-envs 512"
 PLAIN = "--graphs False"
 VTRACE = f"a2c {NATURE} --env.num-envs 512 --algorithm vtrace --algo.unroll-length 20"
 PPO = f"ppo {NATURE} --env.num-envs 128 --ppo.batch-size 16384 --ppo.minibatch-size 2048 --ppo.epochs 4"
+SHRINKING = "ppo --env Breakout-v5 --env.num-envs 32 --ppo.clip-schedule.kind linear"
+SAC = "sac --env Pendulum-v1 --q.learn-start 2000"
 DQN = "dqn --env Breakout-v5 --replay.capacity 100000"
 GPU = {
     "a2c, V-trace": VTRACE,
     "a2c, V-trace, no graphs": f"{VTRACE} {PLAIN}",
     "ppo": PPO,
     "ppo, no graphs": f"{PPO} {PLAIN}",
+    "ppo, 256 samples, a clip that shrinks": SHRINKING,
+    "ppo, 256 samples, a clip that shrinks, no graphs": f"{SHRINKING} {PLAIN}",
+    "sac": SAC,
+    "sac, no graphs": f"{SAC} {PLAIN}",
     "dqn": DQN,
     "dqn, no graphs": f"{DQN} {PLAIN}",
     "a2c": f"a2c {NATURE} --env.num-envs 256",

@@ -127,7 +127,7 @@ class Gradients:
         if loss not in self.recorded:
             self.recorded[loss] = Graphed(partial(self._backward, loss), self.record, loss)
         backward = self.recorded[loss]
-        backward.follow(lambda: algorithm.changing())
+        algorithm.update_factors()
         parts = list(batch.parts(ways))
         priority: list[Tensor | None] = [None] * len(parts)
 

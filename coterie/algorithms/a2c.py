@@ -15,7 +15,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from coterie.algorithms.base import ON_CPU, AlgorithmBase, Batch, Compute, Loss, combine, even, slices
+from coterie.algorithms.base import ON_CPU, AlgorithmBase, Batch, Compute, Loss, Terms, combine, even, slices
 from coterie.algorithms.off_policy import OffPolicy
 from coterie.config import Config
 from coterie.models.base import Model
@@ -160,18 +160,18 @@ class A2C(AlgorithmBase):
         )
         return self.algo.entropy_coef * factor * math.exp(self.entropy_adjustment)
 
-    def changing(self) -> tuple[float, ...]:
-        return (self.entropy_coef(),)
+    def changing(self) -> dict[str, float]:
+        return {"entropy": -self.entropy_coef()}
 
     @recordable
     def loss(self, model: Model, batch: RolloutBatch) -> Loss:
         """Policy gradient, squared value error, entropy bonus."""
         params, value, _ = model(batch.inputs, batch.core_state)
         log_prob, entropy = self.dist.evaluate(params, batch.action)
-        terms = {
+        terms: Terms = {
             "policy_loss": (1.0, policy_gradient(log_prob, batch.advantage)),
             "value_loss": (self.algo.value_coef, value_loss(value, batch.value_target)),
-            "entropy": (-self.entropy_coef(), entropy),
+            "entropy": (self.factor("entropy"), entropy),
         }
         return combine(terms, {}, batch.mask, batch.count)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
@@ -30,12 +30,13 @@ class Clock:
 
 @dataclass(frozen=True)
 class Compute:
-    """Limits of a forward pass: the torso's dtype, most samples at once (0: all), and threads that share a batch."""
+    """Where and how a batch is computed: the torso's dtype, most samples at once (0: all), threads that share it."""
 
     dtype: torch.dtype = torch.float32
     chunk: int = 0
     threads: int = 1
     record: Record | None = None  # of graphs
+    device: torch.device | str = "cpu"
 
 
 ON_CPU = Compute()
@@ -85,7 +86,7 @@ class Algorithm(Protocol[Part]):
         self, model: Model, inputs: Inputs, core_state: Tensor | None, explore: Tensor | None, rng: torch.Generator
     ) -> tuple[AgentOutput, Tensor | None]: ...  # greedy where `explore` is None; builds no graph
     def explore(self, env_id: Tensor) -> Tensor: ...  # how much each env explores, [B]
-    def changing(self) -> tuple[float, ...]: ...  # what `loss` reads that changes during a run
+    def update_factors(self) -> None: ...  # before each batch: update the numbers that change during a run
     def acts_at(self, version: int) -> None: ...  # in an actor: its weights are those of learner step `version`
     def batches(self, model: Model, rollout: Rollout) -> Iterator[Batch[Part]]: ...
     def loss(self, model: Model, batch: Part) -> Loss: ...  # of one part
@@ -115,6 +116,7 @@ class AlgorithmBase:
     def __init__(self, config: Config, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
         self.chunk, self.clock, self.rewards = compute.chunk, Clock(), Rewards(config.reward, config.algo)
         self.sampled, self.settings = 1.0, self.read_settings(config)
+        self.device, self._factors = compute.device, dict[str, Tensor]()
 
     @classmethod
     def read_settings(cls, config: Config) -> Any:
@@ -179,9 +181,23 @@ class AlgorithmBase:
         """Every env samples from the unmodified policy."""
         return _ones(len(env_id), env_id.device)
 
-    def changing(self) -> tuple[float, ...]:
-        """What `loss` reads besides its arguments that changes in a run: a recorded loss holds while it is equal."""
-        return ()
+    def changing(self) -> dict[str, float]:
+        """Numbers that change during a run and that `loss` reads by `factor`."""
+        return {}
+
+    def factor(self, name: str) -> Tensor:
+        """One of `changing`, as last updated: a scalar in one place of memory, for a recorded loss reads it there."""
+        if name not in self._factors:
+            self.update_factors()
+        return self._factors[name]
+
+    def update_factors(self) -> None:
+        """Bring every `factor` up to date."""
+        for name, value in self.changing().items():
+            if name in self._factors:
+                self._factors[name].fill_(value)
+            else:  # float64 counts for no more than a number of Python: what it is multiplied with keeps its type
+                self._factors[name] = torch.tensor(value, dtype=torch.float64, device=self.device)
 
     def after_step(self, model: Model, batch: Batch[Any]) -> None:
         """Nothing follows a step."""
@@ -222,15 +238,18 @@ def even(length: int, pieces: int) -> list[slice]:
     return [slice(length * i // pieces, length * (i + 1) // pieces) for i in range(pieces)]
 
 
-def combine(terms: dict[str, tuple[float, Tensor]], watched: dict[str, Tensor], mask: Tensor, count: int) -> Loss:
+Terms = Mapping[str, tuple[float | Tensor, Tensor]]  # of a loss: each with its factor
+
+
+def combine(terms: Terms, watched: dict[str, Tensor], mask: Tensor, count: int) -> Loss:
     """The weighted sum of the terms' means, and as metrics these means and those of `watched`, over the valid rows.
 
     Few calls, which take most of a small net's time: one sum with a graph, and one reduction of all metrics without.
     """
     (first, x), *rest = terms.values()
-    rows = x if first == 1 else x * first
+    rows = x * first if isinstance(first, Tensor) or first != 1 else x
     for weight, x in rest:
-        rows = torch.add(rows, x, alpha=weight)
+        rows = rows + x * weight if isinstance(weight, Tensor) else torch.add(rows, x, alpha=weight)
     with torch.no_grad():
         columns = torch.stack([*(x for _, x in terms.values()), *watched.values()])
         means = masked_mean(columns, mask, count).unbind()

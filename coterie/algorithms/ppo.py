@@ -17,7 +17,7 @@ from torch import Tensor
 
 from coterie.acting.table import acting_kind
 from coterie.algorithms.a2c import A2C, RolloutBatch
-from coterie.algorithms.base import ON_CPU, Compute, Loss, autocast, combine
+from coterie.algorithms.base import ON_CPU, Compute, Loss, Terms, autocast, combine
 from coterie.algorithms.table import algorithm_class
 from coterie.config import Config, Refusal
 from coterie.exchange.table import exchange_kind
@@ -110,23 +110,23 @@ class PPO(A2C):
         """By how much the ratio may leave 1, now."""
         return self.ppo.clip * schedule_value(self.ppo.clip_schedule, self.clock.env_steps, self.config.steps)
 
-    def changing(self) -> tuple[float, ...]:
-        return (*super().changing(), self.clip())
+    def changing(self) -> dict[str, float]:
+        return {**super().changing(), "clip": self.clip()}
 
     @recordable
     def loss(self, model: Model, batch: RolloutBatch) -> Loss:
         """The clipped objective, (clipped) squared value error, entropy bonus."""
         params, value, _ = model(batch.inputs, batch.core_state)
         log_prob, entropy = self.dist.evaluate(params, batch.action)
-        clip = self.clip()
+        clip = self.factor("clip")
         if self.ppo.clip_value:
             values = value_loss_clipped(value, batch.behavior_value, batch.value_target, self.ppo.clip_value)
         else:
             values = value_loss(value, batch.value_target)
-        terms = {
+        terms: Terms = {
             "policy_loss": (1.0, ppo_clip(log_prob, batch.behavior_log_prob, batch.advantage, clip)),
             "value_loss": (self.algo.value_coef, values),
-            "entropy": (-self.entropy_coef(), entropy),
+            "entropy": (self.factor("entropy"), entropy),
         }
         clipped, kl = ppo_stats(log_prob, batch.behavior_log_prob, clip)
         watched = {"kl": kl, "clip_fraction": clipped}

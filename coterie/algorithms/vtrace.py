@@ -16,7 +16,7 @@ from torch import Tensor
 
 from coterie.acting.table import acting_kind
 from coterie.algorithms.a2c import A2C
-from coterie.algorithms.base import ON_CPU, Batch, Compute, Loss, combine, slices
+from coterie.algorithms.base import ON_CPU, Batch, Compute, Loss, Terms, combine, slices
 from coterie.config import Config, Refusal
 from coterie.models.base import Model
 from coterie.ops.policy import policy_gradient, value_loss
@@ -143,8 +143,9 @@ class VTrace(A2C):
             rollout.reward.numel(),
         )  # fmt: skip
 
-    def changing(self) -> tuple[float, ...]:
-        return (*super().changing(), self.spread)
+    def changing(self) -> dict[str, float]:
+        deviation = math.sqrt(self.spread) + 1e-6 if self.spread else 1.0
+        return {**super().changing(), "deviation": deviation}
 
     @recordable
     def loss(self, model: Model, batch: Sequences) -> Loss:  # type: ignore[override]
@@ -154,14 +155,14 @@ class VTrace(A2C):
         log_ratio = (log_prob - batch.behavior_log_prob).detach()
         target, advantage = self._targets(log_ratio, torch.cat((value.detach(), last[None])), batch)
         squares = advantage**2
-        if self.spread:
-            advantage = advantage / (math.sqrt(self.spread) + 1e-6)
+        if self.algo.normalize_advantage:
+            advantage = advantage / self.factor("deviation")
         if self.vtrace.correction == "epsilon":
             log_prob = (log_prob.exp() + _EPSILON).log()
-        terms = {
+        terms: Terms = {
             "policy_loss": (1.0, policy_gradient(log_prob, advantage)),
             "value_loss": (self.algo.value_coef, value_loss(value, target)),
-            "entropy": (-self.entropy_coef(), entropy),
+            "entropy": (self.factor("entropy"), entropy),
         }
         watched = self.off_policy.watch(log_ratio, self.vtrace.rho_bar)
         watched["c_clipped"] = (log_ratio > math.log(self.vtrace.c_bar or math.inf)).float()

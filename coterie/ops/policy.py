@@ -27,10 +27,12 @@ class _PPOClip(torch.autograd.Function):
     """Its derivative is known with its value. Left to autograd, the backward pass is 15 calls instead of one."""
 
     @staticmethod
-    def forward(ctx: Any, log_prob: Tensor, behavior_log_prob: Tensor, advantage: Tensor, clip: float) -> Tensor:
+    def forward(
+        ctx: Any, log_prob: Tensor, behavior_log_prob: Tensor, advantage: Tensor, clip: float | Tensor
+    ) -> Tensor:
         log_ratio = log_prob - behavior_log_prob
         ratio = log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp_()
-        plain, clipped = ratio * advantage, ratio.clamp(1 - clip, 1 + clip).mul_(advantage)
+        plain, clipped = ratio * advantage, ratio.clamp(1 - clip, 1 + clip).mul_(advantage)  # type: ignore[arg-type]
         active = (plain <= clipped).logical_and_(log_ratio.abs_() <= _MAX_LOG_RATIO)
         ctx.save_for_backward(torch.where(active, plain, 0.0).neg_())  # the derivative of the ratio is the ratio
         return torch.minimum(plain, clipped).neg_()
@@ -41,14 +43,14 @@ class _PPOClip(torch.autograd.Function):
         return grads[0] * slope, None, None, None
 
 
-def ppo_clip(log_prob: Tensor, behavior_log_prob: Tensor, advantage: Tensor, clip: float) -> Tensor:
+def ppo_clip(log_prob: Tensor, behavior_log_prob: Tensor, advantage: Tensor, clip: float | Tensor) -> Tensor:
     """-min(ratio A, clip(ratio, 1 - clip, 1 + clip) A) (https://arxiv.org/abs/1707.06347, eq. 7)."""
     _same(log_prob, behavior_log_prob, advantage)
     return _PPOClip.apply(log_prob, behavior_log_prob, advantage, clip)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @torch.no_grad()
-def ppo_stats(log_prob: Tensor, behavior_log_prob: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+def ppo_stats(log_prob: Tensor, behavior_log_prob: Tensor, clip: float | Tensor) -> tuple[Tensor, Tensor]:
     """Whether each ratio is outside 1 +- clip (float 0 or 1), and a sample of KL(behavior, policy), in nats.
 
     The KL estimator is ratio - 1 - log ratio: unbiased and never negative (http://joschu.net/blog/kl-approx.html, k3).

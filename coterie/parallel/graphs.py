@@ -7,11 +7,12 @@ Only functions marked `recordable` are recorded: what they read besides their ar
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -31,7 +32,6 @@ Record = Callable[[Flat, list[Tensor], Sequence[Generator]], tuple[list[Tensor] 
 _WARM = 2  # plain calls before a recording: libraries set themselves up in their first calls
 MOST_RECORDINGS = 8  # of one function by default; on a GPU each has memory of its own
 _MOST_KINDS = 1000  # of arguments, before nothing is recorded any more
-_MOST_CHANGES = 4  # of what a function reads besides its arguments; each needs other recordings
 _recording = threading.Lock()  # one thread records at a time
 
 
@@ -61,7 +61,7 @@ def record(function: Flat, tensors: list[Tensor], rngs: Sequence[Generator]) -> 
     # A graph's kernels keep the priority with which they were recorded.
     stream: torch.cuda.Stream = torch.cuda.Stream(priority=current.priority)  # type: ignore[no-untyped-call]
     stream.wait_stream(current)
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(stream), _uncollected():
         graph.capture_begin(capture_error_mode="thread_local")  # other threads go on with their own kernels
         try:
             results = function(inputs)
@@ -78,6 +78,18 @@ def record(function: Flat, tensors: list[Tensor], rngs: Sequence[Generator]) -> 
         return [x.clone() for x in results]  # the next run overwrites them
 
     return None, run
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Collect no garbage: what is collected may free a GPU's memory or graphs, which would end a recording."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 @dataclass
@@ -113,14 +125,6 @@ class Graphed(Generic[T]):
         self.function, self.record = function, record if _marked(marked or function) else None
         self.seen: Counter[Hashable] = Counter()
         self.recordings: dict[Hashable, _Recording[T]] = {}
-        self.changing: tuple[float, ...] | None = None
-        self.changes = 0
-
-    def follow(self, changes: Callable[[], tuple[float, ...]]) -> None:
-        """Note what `function` reads besides its arguments; not while it is called."""
-        if self.record is not None and (changing := changes()) != self.changing:
-            self.changing, self.changes = changing, self.changes + 1
-            self._forget(self.record if self.changes <= _MOST_CHANGES else None)
 
     def __call__(self, *args: Any) -> T:
         if (record := self.record) is None:
@@ -130,13 +134,13 @@ class Graphed(Generic[T]):
         if (found := self.recordings.get(kind)) is None:
             self.seen[kind] += 1
             if len(self.seen) > _MOST_KINDS:
-                self._forget(None)
+                self._give_up()
                 return self.function(*args)
             if self.seen[kind] <= _WARM or len(self.recordings) == self.most:
                 return self.function(*args)
             results, found = self._recorded(record, args, tensors)
             if found is None:
-                self._forget(None)
+                self._give_up()
             else:
                 self.recordings[kind] = found
             if results is not None:
@@ -171,9 +175,9 @@ class Graphed(Generic[T]):
         made = None if run is None else _Recording(run, kept[0])
         return (None if results is None else list(kept)), made
 
-    def _forget(self, record: Record | None) -> None:
-        """Drop the recordings, and go on with `record`."""
-        self.record = record
+    def _give_up(self) -> None:
+        """Drop the recordings, and go on with plain calls."""
+        self.record = None
         with _recording:
             self.recordings.clear()
         self.seen.clear()

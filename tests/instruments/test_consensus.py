@@ -140,6 +140,9 @@ class Noise:
     def half(self):
         return Noise(self.noise[: len(self.noise) // 2], self.same, self.chunk)
 
+    def update_factors(self):
+        """Nothing changes."""
+
     def loss(self, model, part):
         wanted = part.sum(0) if not self.same else torch.ones_like(part[0]) * len(part)
         return Loss((model.weight[0] * wanted).sum(), {})

@@ -41,7 +41,7 @@ def run(out, callbacks=(), **changes: Any):
     own = {
         "env.num_envs": 4, "algo.unroll_length": 8, "steps": 1500, "log.digest_every": 1, "log.tensorboard": False,
         "q.learn_start": 200, "q.epsilon_steps": 1000, "replay.capacity": 2000, "ppo.minibatch_size": 16,
-        "out": str(out), **changes,
+        "out": str(out), "deterministic": torch.cuda.is_available(), **changes,
     }  # fmt: skip
     return train(make_config(**own), callbacks=callbacks, quiet=True)
 
