@@ -89,7 +89,7 @@ class Algorithm(Protocol[Part]):
     def update_factors(self) -> None: ...  # before each batch: update the numbers that change during a run
     def acts_at(self, version: int) -> None: ...  # in an actor: its weights are those of learner step `version`
     def batches(self, model: Model, rollout: Rollout) -> Iterator[Batch[Part]]: ...
-    def loss(self, model: Model, batch: Part) -> Loss: ...  # of one part
+    def loss(self, model: Model, batch: Part) -> Loss: ...  # of one part, after `update_factors`
     def after_step(self, model: Model, batch: Batch[Part]) -> None: ...  # once per batch
     def after_rollout(self, model: Model, rollout: Rollout) -> None: ...  # after its last batch
     def gauges(self) -> dict[str, float]: ...  # for the metrics, beside the loss's
@@ -116,7 +116,7 @@ class AlgorithmBase:
     def __init__(self, config: Config, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
         self.chunk, self.clock, self.rewards = compute.chunk, Clock(), Rewards(config.reward, config.algo)
         self.sampled, self.settings = 1.0, self.read_settings(config)
-        self.device, self._factors = compute.device, dict[str, Tensor]()
+        self.compute, self._factors = compute, dict[str, Tensor]()
 
     @classmethod
     def read_settings(cls, config: Config) -> Any:
@@ -185,19 +185,20 @@ class AlgorithmBase:
         """Numbers that change during a run and that `loss` reads by `factor`."""
         return {}
 
-    def factor(self, name: str) -> Tensor:
-        """One of `changing`, as last updated: a scalar in one place of memory, for a recorded loss reads it there."""
+    def factor(self, name: str) -> float | Tensor:
+        """One of `changing`. Where losses are recorded: as of the last update, a scalar at a fixed address."""
+        if self.compute.record is None:
+            return self.changing()[name]
         if name not in self._factors:
             self.update_factors()
         return self._factors[name]
 
     def update_factors(self) -> None:
-        """Bring every `factor` up to date."""
-        for name, value in self.changing().items():
-            if name in self._factors:
-                self._factors[name].fill_(value)
-            else:  # float64 counts for no more than a number of Python: what it is multiplied with keeps its type
-                self._factors[name] = torch.tensor(value, dtype=torch.float64, device=self.device)
+        """Write the scalars that recorded losses read."""
+        for name, value in self.changing().items() if self.compute.record else ():
+            if name not in self._factors:  # float64, as Python's numbers: a float tensor with axes keeps its dtype
+                self._factors[name] = torch.zeros((), dtype=torch.float64, device=self.compute.device)
+            self._factors[name].fill_(value)
 
     def after_step(self, model: Model, batch: Batch[Any]) -> None:
         """Nothing follows a step."""

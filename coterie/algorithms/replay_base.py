@@ -95,7 +95,7 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
 
     def __init__(self, config: ResolvedConfig, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
         super().__init__(config, spec, compute, seed)
-        self.config, self.spec, self.q, self.compute = config, spec, config.q, compute
+        self.config, self.spec, self.q = config, spec, config.q
         self.batch_rows = config.q.batch_size * self.rows_per_sample(config)  # env steps that a batch trains on
         self.chunk = max(1, self.chunk // self.rows_per_sample(config)) if self.chunk else 0  # samples of a part
         self.team = Team(compute.threads)  # looks ahead

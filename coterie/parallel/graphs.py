@@ -82,7 +82,7 @@ def record(function: Flat, tensors: list[Tensor], rngs: Sequence[Generator]) -> 
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Collect no garbage: what is collected may free a GPU's memory or graphs, which would end a recording."""
+    """Collect no garbage: that may free a GPU's memory or graphs, which would invalidate a recording."""
     collecting = gc.isenabled()
     gc.disable()
     try:

@@ -106,6 +106,10 @@ class Server:
 
     def _run(self) -> None:
         self._loop.run_forever()
+        if left := asyncio.all_tasks(self._loop):  # gRPC does not wait for streams that it has ended
+            for task in left:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.wait(left, timeout=_GRACE_S))
         self._loop.close()
 
     def _do(self, work: Coroutine[Any, Any, None], seconds: float) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import gc
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,11 +11,12 @@ import pytest
 import torch
 
 from coterie.algorithms.base import Compute, autocast
+from coterie.algorithms.ppo import PPO
 from coterie.algorithms.table import algorithm_class
 from coterie.build import resources
 from coterie.build.factory import make_algorithm, make_model, policy_of
 from coterie.learner import Gradients
-from coterie.parallel.graphs import Graphed, record, recordable
+from coterie.parallel.graphs import Graphed, _uncollected, record, recordable
 from coterie.parallel.params import FlatParams
 from coterie.parallel.threads import Team
 from coterie.parallel.traces import trace
@@ -91,10 +93,11 @@ def test_without_memory_for_a_recording_the_plain_calls_go_on(times, monkeypatch
 
 
 def test_what_a_loss_reads_and_changes_is_named():
-    ppo = make_algorithm(make_config(**CASES["a clip that shrinks"]), VECTOR)
+    recorded = Compute(record=trace)
+    ppo = make_algorithm(make_config(**CASES["a clip that shrinks"]), VECTOR, recorded)
     bonus = {"algo.entropy_schedule.kind": "linear", "algo.entropy_target": 0.5, "steps": 1000}
-    a2c = make_algorithm(make_config(**CASES["a2c"], **bonus), VECTOR)
-    vtrace = make_algorithm(make_config(**CASES["vtrace, normalized"]), VECTOR)
+    a2c = make_algorithm(make_config(**CASES["a2c"], **bonus), VECTOR, recorded)
+    vtrace = make_algorithm(make_config(**CASES["vtrace, normalized"]), VECTOR, recorded)
     algorithms = (ppo, a2c, vtrace)
     before = [x.changing() for x in algorithms]
     kept = [{name: x.factor(name) for name in x.changing()} for x in algorithms]
@@ -106,6 +109,22 @@ def test_what_a_loss_reads_and_changes_is_named():
     for algorithm, factors in zip(algorithms, kept, strict=True):
         algorithm.update_factors()
         assert {name: float(x) for name, x in factors.items()} == algorithm.changing()  # where they were
+
+
+def test_what_is_not_recorded_reads_the_number_of_now():
+    ppo = make_algorithm(make_config(**CASES["a clip that shrinks"]), VECTOR)
+    assert ppo.factor("clip") == 0.2
+    ppo.clock.env_steps = 500
+    assert ppo.factor("clip") == 0.1
+
+
+def test_no_garbage_is_collected_during_a_recording():
+    for on in (False, True):
+        (gc.enable if on else gc.disable)()
+        with suppress(ValueError), _uncollected():
+            collecting = gc.isenabled()
+            raise ValueError
+        assert (collecting, gc.isenabled()) == (False, on)
 
 
 def test_a_recording_that_fails_names_the_setting():
@@ -157,12 +176,25 @@ def trained(config, device, record=None, rounds=6, threads=1, chunk=0):
     return found
 
 
+class Damped(PPO):
+    """PPO with a factor of its own, as in docs/guides/custom-algorithm.md."""
+
+    def changing(self):
+        return {**super().changing(), "damping": 1.0 / (1 + self.clock.env_steps)}
+
+    @recordable
+    def loss(self, model, batch):
+        found = super().loss(model, batch)
+        return replace(found, total=found.total * self.factor("damping"))
+
+
 NUMBERS = replace(VECTOR, action=ActionSpec("continuous", low=(-1.0, -2.0), high=(1.0, 2.0)))
 ON_POLICY = {"env.num_envs": 8, "algo.unroll_length": 6}
 CASES = {
     "a2c": {"algorithm": "a2c", **ON_POLICY},
     "ppo": {"algorithm": "ppo", "ppo.epochs": 2, "ppo.minibatch_size": 20, **ON_POLICY},
     "a clip that shrinks": {"algorithm": "ppo", "ppo.clip_schedule.kind": "linear", "steps": 1000, **ON_POLICY},
+    "a class of the user's": {"algorithm": f"{__name__}:Damped", **ON_POLICY},
     "a target entropy": {"algorithm": "a2c", "algo.entropy_target": 0.5, **ON_POLICY},
     "vtrace": {"algorithm": "vtrace", **ON_POLICY},
     "vtrace, normalized": {"algorithm": "vtrace", "algo.normalize_advantage": True, **ON_POLICY},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import socket
 import threading
@@ -53,6 +54,14 @@ def test_a_client_may_vanish_while_its_answer_is_pending(serve: Serve):
     served.service.late = False
     assert works(served.address)
     assert served.service.streams[0].left == 1
+
+
+def test_a_closed_server_leaves_no_task(serve: Serve):
+    """Else one is destroyed while it waits, and asyncio says so on stderr. gRPC may leave those of its streams."""
+    server = serve().server
+    left = asyncio.run_coroutine_threadsafe(asyncio.sleep(WAIT_S), server._loop)
+    server.close()
+    assert left.cancelled()
 
 
 def test_clients_receive_the_end_of_the_run(serve: Serve):
