@@ -13,9 +13,9 @@ from tests.test_layers import MODULES, ROOT, imports
 TESTS = Path(__file__).parent
 
 # On the way down: 16,000 for the library, 4,500 for the tools and 18,000 for the tests.
-LIBRARY_LINES = 26_600
+LIBRARY_LINES = 26_610
 TOOLS_LINES = 6_170
-TESTS_LINES = 30_290
+TESTS_LINES = 30_350
 TOP_LEVEL_MODULES = 8
 FILE_LINES = 300
 FUNCTION_LINES = 60
