@@ -45,7 +45,7 @@ Correction = Literal["vtrace", "one-step", "epsilon", "none"]
 class Env:
     """The environment: which, how many, and how episodes restart."""
 
-    id: EnvId = "CartPole-v1"  # of EnvPool, gymnasium or pettingzoo/, module:Id-v0, package.module:callable; A,B: tasks
+    id: EnvId = "CartPole-v1"  # EnvPool, gymnasium, pettingzoo/, module:Id-v0 or :callable; A,B: tasks; presets: own
     backend: str = "auto"  # pool: EnvPool; workers: gymnasium in worker processes; vector; package.module:callable
     num_envs: Natural = 16  # envs of each learner, agents counted one by one; auto (or 0): what keeps the cores busy
     groups: Groups = 0  # 2: one group steps while the policy acts for the other; 1: all together; 0: auto

@@ -31,6 +31,7 @@ PARTS = ("acting", "exchange")
 NETWORKS = ("model.torso", "model.core", "model.network")
 FIELDS = ("env.id", "env.backend", "algorithm", *NETWORKS, *(f"plugins.{part}" for part in PARTS))
 GIVEN = ("env", *PARTS, *FIELDS)  # what they are called in Python
+VARIANT = ("env.kwargs", "env.max_episode_steps")  # what a policy's env may have besides, when it is evaluated
 LAB = "dmlab/"  # before a level of DeepMind Lab, whose module is the user's copy of examples/envs/dmlab.py
 Part = str | Callable[..., Any]  # a part's name, or the part itself
 P = ParamSpec("P")

@@ -8,6 +8,7 @@ This file must import without torch: the env worker processes load it.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -123,6 +124,11 @@ class Spec:
     def masked(self) -> bool:
         """Whether observations say which choices are legal."""
         return bool(self.action.sizes) and MASK in self.obs
+
+    @property
+    def obs_bytes(self) -> int:
+        """Of one observation."""
+        return sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in self.obs.values())
 
     def legal_rows(self, mask: Array) -> Array:
         """Which rows of an action mask `[n, choices]` allow a choice of each component: `[n]` bool."""

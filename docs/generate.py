@@ -1,4 +1,4 @@
-"""Write the pages that are made from the code: docs/reference/options.md, presets.md and matrix.md.
+"""Write the pages that are made from the code, in docs/reference: options.md, presets.md, matrix.md and python.md.
 
 python docs/generate.py
 """
@@ -9,10 +9,11 @@ import functools
 import inspect
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+import coterie
 from coterie import presets
 from coterie.build import validity
 from coterie.cli.listing import PAPERS
@@ -25,10 +26,12 @@ REFERENCE = Path(__file__).parent / "reference"
 FAMILIES = {"Atari": "Breakout-v5", "vectors": "LunarLander-v3", "MuJoCo": "Hopper-v5"}
 # Environments with settings of their own in a preset.
 MOUNTAIN_CAR, DMLAB = {"MountainCar": "MountainCar-v0"}, {"DMLab": "dmlab/rooms_watermaze"}
-MORE = {"ppo": MOUNTAIN_CAR, "dqn": {"CartPole": "CartPole-v1"}}
+LANDER = {"LunarLander, continuous": "LunarLanderContinuous-v3"}
+MORE = {"ppo": MOUNTAIN_CAR | LANDER, "a2c": LANDER, "dqn": {"CartPole": "CartPole-v1"} | MOUNTAIN_CAR}
 MORE |= {"a3c": MOUNTAIN_CAR, "a3c-paper": MOUNTAIN_CAR, "impala": DMLAB, "impala-deep": DMLAB, "seed-vtrace": DMLAB}
 # A family without a source of its own has that of the family beside it, as in the presets.
 PARENTS = {"MuJoCo": "vectors", "MountainCar": "vectors", "CartPole": "vectors", "DMLab": "Atari"}
+PARENTS |= {"LunarLander, continuous": "vectors"}
 NOTE = "*Written by `python docs/generate.py`.*\n"
 OPTIONS = f"""# Options
 
@@ -255,9 +258,39 @@ def all_presets() -> str:
     return "\n".join(parts)
 
 
+def signature(name: str, what: Callable[..., Any]) -> str:
+    """As it is typed, an argument a line where one line is too long."""
+    found = inspect.signature(what)
+    arguments = [p.replace(annotation=p.empty) for n, p in found.parameters.items() if n != "self"]
+    line = f"{name}{found.replace(parameters=arguments, return_annotation=found.empty)}"
+    return line if len(line) <= 100 else line.replace("(", "(\n    ", 1).replace(", ", ",\n    ")[:-1] + ",\n)"
+
+
+def documented(match: re.Match[str]) -> str:
+    """The signatures and docstrings of a public name."""
+    what = getattr(coterie, name := match[1])
+    text = f"```python\n{signature(f'coterie.{name}', what)}\n```\n\n{inspect.getdoc(what)}\n"
+    for method, function in vars(what).items() if inspect.isclass(what) else ():
+        doc = inspect.getdoc(function.fget if isinstance(function, property) else function)
+        if (
+            doc
+            and (method[0] != "_" or method == "__call__")
+            and (callable(function) or isinstance(function, property))
+        ):
+            shown = method if isinstance(function, property) else signature(method, function)
+            shown = shown.replace("__call__", name.lower())
+            text += f"\n```python\n{shown}\n```\n\n{doc}\n"
+    return f"<!-- coterie.{name} -->\n\n### coterie.{name}\n\n{text}\n<!-- end -->"
+
+
+def python_api() -> str:
+    page = (REFERENCE / "python.md").read_text()
+    return re.sub(r"<!-- coterie\.(\w+) -->.*?<!-- end -->", documented, page, flags=re.S)
+
+
 def pages() -> dict[Path, str]:
     matrix = f"{MATRIX}{validity.table()}\n"
-    texts = {"options.md": options(), "presets.md": all_presets(), "matrix.md": matrix}
+    texts = {"options.md": options(), "presets.md": all_presets(), "matrix.md": matrix, "python.md": python_api()}
     return {REFERENCE / name: text for name, text in texts.items()}
 
 

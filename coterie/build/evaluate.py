@@ -23,7 +23,8 @@ from coterie.envs.news import Means
 from coterie.envs.spaces import flatten
 from coterie.envs.tasks import are_normalized, overall, task_config, tasks
 from coterie.models.build import Network
-from coterie.plugins import Part, label
+from coterie.plugins import GIVEN, VARIANT, Part, label
+from coterie.presets.common import flat
 from coterie.runs import checkpoint
 from coterie.runs.trust import open_run
 from coterie.types import MASK, Array, ConfigError, CoterieError, Inputs, Obs, Spec, entries, from_entries, reason_of
@@ -181,10 +182,14 @@ class Policy:
     def __call__(
         self, obs: Obs, *, reward: Array | None = None, action_mask: Array | None = None, sampled: bool = False
     ) -> Any:
+        """Actions for a batch. `sampled`: from the distribution, not the likeliest ones. Raises `ConfigError` where
+        something is not a batch of what the env gives.
+        """
         try:
             obs = flatten(obs, self.fields)
         except (IndexError, KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"obs: not a batch of what the env gives, [B, ...] in each array: {error!r}") from error
+            hint = "; for one env, give each array a first axis: np.asarray(x)[None]"
+            raise ConfigError(f"obs: not a batch of what the env gives, [B, ...] in each array{hint}") from error
         if self._outside:
             if action_mask is None:
                 raise ConfigError("action_mask: this policy needs one, [B, choices]: the env's info or action_masks()")
@@ -220,11 +225,12 @@ def load(folder: str | Path, learner: str | int = "0", *, trust: bool = False, *
 
     `learner`: its index (learner 0 is the one that is evaluated during training), "mean" for the mean of all learners'
     weights, or "secondary" for the secondary learner. `new`: what takes the place of the run's own, above all of an
-    object of a process that has ended: `env=MyEnv`, `**{"model.torso": Torso}`. `trust`: import what the run names even
-    if its folder was not made by this user (docs/explanation/security.md).
+    object of a process that has ended: `env=MyEnv`, `**{"model.torso": Torso}`; and another env with the same spaces:
+    `env="CartPole-v0"`, `**{"env.kwargs": {"level": 3}, "env.max_episode_steps": 200}`. `trust`: import what the run
+    names even if its folder was not made by this user (docs/explanation/security.md).
     """
     folder = Path(folder)
-    config, root = open_run(folder, new, trust), folder / "checkpoints"
+    config, root = open_run(folder, flat(new), trust, (*GIVEN, *VARIANT)), folder / "checkpoints"
     path = checkpoint.best(root) or checkpoint.latest(root)
     if path is None:
         raise ConfigError(f"RUN: {folder} has no complete checkpoint yet")

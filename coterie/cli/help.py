@@ -89,6 +89,8 @@ def _surprises(options: Iterable[str], config: Config) -> Iterator[str]:
 
     spec = make_spec(config.env, config.atari)
     millions = presets.make(config.preset, config.env.id, spec).steps // 1_000_000 if config.preset else 0
+    if config.preset and not {"env.id", "env"} & {*options} and config.env.id == presets.make(config.preset, "").env.id:
+        yield f"no --env is given: {config.preset} takes {config.env.id}"
     if millions >= 10:
         yield f"{config.preset} has its paper's settings, for {millions:,} million env steps or more; try ppo first"
     for name, needs in unused(options, config, spec):

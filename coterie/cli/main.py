@@ -133,10 +133,10 @@ def watch(options: Namespace) -> int:
 
 
 def _policy(options: Namespace) -> dict[str, Any]:
-    """The options of `eval` and `watch` alike."""
     if options.seed < 0:
         raise ConfigError(f"--seed: {options.seed} must not be negative")
-    return {name: getattr(options, name) for name in ("sampled", "seed", "learner", "trust")}
+    env = {name: value for name, value in vars(options).items() if name[:3] == "env" and value is not None}
+    return {name: getattr(options, name) for name in ("sampled", "seed", "learner", "trust")} | env
 
 
 def bench(options: Namespace, rest: list[str]) -> int:

@@ -69,15 +69,21 @@ def make_gym(env_id: str, kwargs: Mapping[str, Any], max_episode_steps: int) -> 
     for kind, setting in ((VectorEnv, "vector"), (Backend, path)):
         if isinstance(make, type) and issubclass(make, kind):
             raise ConfigError(f"env.id {label(env_id)!r}: it is a {kind.__name__}: set env.backend to {setting}")
+    if twice := kwargs.keys() & getattr(make, "keywords", {}).keys():  # of functools.partial
+        raise ConfigError(f"env.kwargs: {min(twice)} is also given by functools.partial: leave it out of one of them")
     env: Any = make(**kwargs)
-    if hasattr(env, "agent_iter"):
+    if isinstance(env, VectorEnv):
+        why = "it made a VectorEnv: set env.backend to vector"
+    elif hasattr(env, "agent_iter"):
         why = f"it is a game by turns: use {PLAY}..., or make a parallel env of it (pettingzoo.utils.aec_to_parallel)"
     elif hasattr(env, "possible_agents"):
         return Team(env_id, env, max_episode_steps)
     elif lacks := [name for name in ("reset", "step", "observation_space", "action_space") if not hasattr(env, name)]:
         why = f"it made {type(env).__name__}, which has no {' and no '.join(lacks)}, as a gymnasium or parallel env has"
-    elif not callable(env.action_space):
+    elif isinstance(env, gymnasium.Env):
         return TimeLimit(env, max_episode_steps) if max_episode_steps else env
+    elif not callable(env.action_space):
+        why = f"{type(env).__name__} is not a gymnasium.Env: inherit from it"
     else:
         why = "an env of several agents needs the list possible_agents"
     raise ConfigError(f"env.id {label(env_id)!r}: {why}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -11,6 +13,7 @@ from coterie import config
 from coterie.envs.backend import Backend, StepResults
 from coterie.envs.gym import PLAY, describe, is_gym_id, layout, make_instance, open_gym, read_batch
 from coterie.envs.team import ZOO
+from coterie.plugins import named_env
 from coterie.types import Array, ConfigError, one_line
 
 
@@ -21,6 +24,8 @@ class LocalBackend(Backend):
         kwargs = json.loads(env.kwargs)
         if is_gym_id(env.id) or (env.id.startswith((PLAY, ZOO)) and ":" not in env.id):
             kwargs["render_mode"] = "rgb_array"
+        elif _takes_render_mode(env.id):
+            kwargs.setdefault("render_mode", "rgb_array")
         self.env = open_gym(env.id, kwargs, env.max_episode_steps)
         declared = describe(env.id, self.env, env.max_episode_steps)
         super().__init__(declared, n := declared.spec.agents)
@@ -44,8 +49,15 @@ class LocalBackend(Backend):
         except Exception as error:
             raise ConfigError(f"env.id: {self.spec.env_id!r} cannot be drawn: {one_line(error)}") from error
         if not isinstance(frame, np.ndarray):
-            raise ConfigError(f"env.id: {self.spec.env_id!r} gives no frames: it has no rgb_array render mode")
+            how = "its render() gave no array, and its constructor takes no render_mode"
+            raise ConfigError(f"env.id: {self.spec.env_id!r} gives no frames: {how}")
         return frame
 
     def close(self) -> None:
         self.env.close()
+
+
+def _takes_render_mode(env_id: str) -> bool:
+    with suppress(Exception):  # what cannot be made says why when it is made
+        return "render_mode" in inspect.signature(named_env("env.id", env_id)).parameters
+    return False

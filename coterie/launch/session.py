@@ -50,7 +50,7 @@ from coterie.runs import checkpoint
 from coterie.runs.config_io import save_config
 from coterie.runs.files import refuse_run, sole_writer, write_whole, writing
 from coterie.runs.machine import describe
-from coterie.runs.metrics import file_name
+from coterie.runs.metrics import file_name, read_metrics
 from coterie.runs.objects import name_of
 from coterie.runs.starting import Starting
 from coterie.runs.trust import open_run, sign
@@ -133,7 +133,7 @@ def _go(
         return run_on_ray(asked, folder, resumed, quiet, starting, held)
     data = f" and the data set {asked.bc.dataset}, perhaps from the network" if asked.bc.dataset else ""
     starting.doing(f"loading {label(asked.env.id)}{data}")
-    saved, state = _saved(asked, folder) if resumed else (None, None)
+    saved, state, line = _saved(asked, folder) if resumed else (None, None, _untrained(asked))
     config = resolve_config(asked)
     kind = exchange_kind(config)
     here = kind.one_learner and not acting_kind(config).apart
@@ -144,6 +144,7 @@ def _go(
     kept = replace(asked, learners=config.learners, actors=actors, exchange=config.exchange, env=config.env)
     spec = make_spec(config.env, config.atari)
     _check(config, spec)
+    starting.notes += [line] * bool(line)
     if asked.init_from and not resumed:
         starting.notes.append(begin_from(Path(asked.init_from), make_model(config, spec)))
     board = Board(config.learners)  # for start-up only: child processes get another one
@@ -178,24 +179,38 @@ def _go(
     return run.go(supervisor.work, supervisor.close)
 
 
+def _untrained(config: Config) -> str:
+    """A line where a replay is still being filled when the run ends."""
+    if not algorithm_class(config).has_replay or config.steps > config.q.learn_start:
+        return ""
+    return f"q.learn_start: training begins after {config.q.learn_start:,} env steps, so this run trains nothing"
+
+
 def _check(config: ResolvedConfig, spec: Spec) -> None:
     """Raise a `ConfigError` where the run is not possible here."""
     check(config, spec)
     resolve_resources(config, spec)
     algorithm_class(config).check_data(config, spec)
+    rows = (algorithm_class(config).unroll_length(config) + 1) * config.env.num_envs * config.learners
+    require_room("algo.unroll_length", rows * spec.obs_bytes, f"rollouts of {rows:,} observations")
     if need := algorithm_class(config).replay_bytes(config, spec) * config.learners:
         require_room("replay.capacity", need, f"{config.replay.capacity:,} env steps", config.replay.disk)
 
 
-def _saved(asked: Config, folder: Path) -> tuple[Path, dict[str, Any]]:
-    """The checkpoint that a run goes on from, and its state."""
+def _saved(asked: Config, folder: Path) -> tuple[Path, dict[str, Any], str]:
+    """The checkpoint that a run goes on from, its state, and a line for the user."""
     if (saved := checkpoint.latest(folder / "checkpoints")) is None:
         raise CoterieError(f"{folder} has no complete checkpoint to resume from; start it again with another --out")
     state = checkpoint.load(saved, asked.log.stall / 2)[1]
     if state["env_steps"] >= asked.steps:
         raise ConfigError(f"--steps: the run already has {state['env_steps']:,} env steps; give a larger total")
     check_spec(folder, asked)
-    return saved, state
+    made, when = state["env_steps"], time.strftime("%H:%M:%S", time.localtime(saved.stat().st_mtime))
+    lost = ""
+    with suppress(CoterieError):  # metrics that cannot be read keep no run from going on
+        later = max((line["env_steps"] for line in read_metrics(folder)), default=0) - made
+        lost = f"; {later:,} later ones are lost" if later > 0 else ""
+    return saved, state, f"continuing from the checkpoint of {when}: {made:,} env steps{lost}"
 
 
 def _prepare(folder: Path, config: Config, spec: Spec, new: bool, held: ExitStack) -> tuple[list[signal.Signals], str]:

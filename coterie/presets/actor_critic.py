@@ -13,8 +13,10 @@ from coterie.runs.objects import name_of
 def a2c(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """Synchronous A2C. Images: Accelerated Methods and its code (n = 5, RMSProp 7e-4 at 16 simulators times the root of
     their number, eps inside the root). Ours: 84x84 frames, 10M env steps (25M), up to 200 random steps first (2000).
-    Vectors and continuous control: our own settings, with normalized rewards and advantages.
+    Vectors and continuous control: our own settings, with normalized rewards and advantages; the continuous form of
+    LunarLander has the discount and lambda of vectors.
     """
+    env = name_of("env.id", env)
     return make(
         "a2c",
         env,
@@ -34,7 +36,7 @@ def a2c(env: Part = "Pong-v5", **overrides: Any) -> Config:
             "algo": Algo(16, gamma=0.995, gae_lambda=0.98, entropy_coef=0.005, normalize_advantage=True),
             "optim": Optim("rmsprop", lr=2e-3, schedule=LINEAR),
         },
-        continuous={"algo": Algo(16, gae_lambda=0.95, entropy_coef=0.0, normalize_advantage=True)},
+        continuous={"algo": Algo(16, *_horizon(env, 0.995), entropy_coef=0.0, normalize_advantage=True)},
     )
 
 
@@ -42,7 +44,8 @@ def ppo(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """PPO. Images: batches of 2048, clip 0.2, lambda 0.95 and entropy 0.01 as in Accelerated Methods. Ours, for few
     samples: 5M env steps (25M), 3 epochs over minibatches of 256, Adam at 5e-4, value coefficient 0.5, gradients
     clipped to 0.5; `ppo-paper` has the paper's values. Vectors and continuous control: our own settings.
-    MountainCar's rewards are normalized: without, some seeds never reach the flag.
+    MountainCar's rewards are normalized: without, some seeds never reach the flag. The continuous form of LunarLander
+    has the discount and lambda of vectors.
     """
     env = name_of("env.id", env)
     return make(
@@ -67,7 +70,7 @@ def ppo(env: Part = "Pong-v5", **overrides: Any) -> Config:
         },
         continuous={
             "reward.normalize": True,
-            "algo": Algo(128, gae_lambda=0.95, entropy_coef=0.0, normalize_advantage=True),
+            "algo": Algo(128, *_horizon(env, 0.999), entropy_coef=0.0, normalize_advantage=True),
             "ppo": PPO(epochs=10, minibatch_size=128),
             "optim": Optim("adam", lr=3e-4, eps=1e-5, schedule=LINEAR),
         },
@@ -216,3 +219,8 @@ def appo(env: Part = "Pong-v5", **overrides: Any) -> Config:
     }
     image = {"steps": 25_000_000, "algo.value_coef": 1.0, "optim.rule": "adam_eps_hat"}
     return derive(ppo, "appo", env, overrides, common, image)
+
+
+def _horizon(env: str, gamma: float) -> tuple[float, float]:
+    """Discount and lambda of continuous control. `gamma`: of LunarLander, which gives most of its reward at the end."""
+    return (gamma, 0.98) if env.startswith("LunarLander") else (0.99, 0.95)

@@ -33,13 +33,19 @@ def flat(overrides: Changes, prefix: str = "") -> Changes:
             found[dotted] = value
         elif dotted in _JSON:
             try:
-                found[dotted] = json.dumps(value)
+                found[dotted] = json.dumps(value, default=_of_numpy)
             except (TypeError, ValueError) as error:
                 hint = "arguments of other types go into functools.partial(MyEnv, ...) as the env"
                 raise ConfigError(f"{dotted}: {one_line(error)}; {hint}") from None
         else:
             found |= flat(value, f"{dotted}.")
     return found
+
+
+def _of_numpy(value: Any) -> Any:
+    if type(value).__module__ != "numpy":
+        raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+    return value.tolist()
 
 
 def of_env(overrides: Changes) -> Changes:

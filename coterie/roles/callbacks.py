@@ -22,11 +22,6 @@ from coterie.types import ConfigError, CoterieError, Post, one_line
 class Callback:
     """The base of callbacks: its methods do nothing. One that raises ends the run as failed, after a checkpoint."""
 
-    def __init_subclass__(cls) -> None:
-        if wrong := [name for name in vars(cls) if name.startswith("on_") and not hasattr(Callback, name)]:
-            known = ", ".join(name for name in vars(Callback) if name[0] != "_")
-            raise ConfigError(f"callbacks: {cls.__name__}.{wrong[0]} would never be called; there are {known}")
-
     def __call__(self) -> Callback:
         """Itself: an instance is given as a class is."""
         return self
@@ -82,6 +77,9 @@ def make_callback(given: Given) -> Callback:
         raise CoterieError(f"callbacks: {name} cannot be made: {raised(error)}", traceback.format_exc()) from error
     if not isinstance(made, Callback):
         raise ConfigError(f"callbacks: {name} makes {type(made).__name__}, not a Callback")
+    if wrong := [x for kind in type(made).__mro__ for x in vars(kind) if x[:3] == "on_" and not hasattr(Callback, x)]:
+        known = ", ".join(x for x in vars(Callback) if x[0] != "_")
+        raise ConfigError(f"callbacks: {type(made).__name__}.{wrong[0]} would never be called; there are {known}")
     return made
 
 

@@ -91,6 +91,8 @@ def _coerce(name: str, kind: Any, value: Any) -> Any:
     """`value` as `kind`, or a ConfigError. A number that loses nothing may change its type: 1e6 is an integer."""
     if name == "env.num_envs" and value == "auto":
         return 0
+    if type(value).__module__ == "numpy":
+        value = value.tolist()
     real = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if get_origin(kind) in (Union, UnionType):
         for one in get_args(kind):
@@ -228,8 +230,11 @@ def read(name: str, texts: list[str], dashes: str = "") -> Any:
     if not listed and len(texts) != 1:
         wrong = f"takes one value, not {shown(' '.join(texts))}" if texts else "needs a value"
         raise ConfigError(f"{dashes}{name}: {wrong}; it takes {_expected(kind)}")
+    words = texts
+    if listed and get_args(kind)[0] is not str:  # 64 64, and as Python and TOML have it: [64, 64]
+        words = [word for text in texts for word in re.split(r"[\s,]+", re.sub(r"^\[(.*)\]$", r"\1", text)) if word]
     try:
-        values = tuple(_read(name, get_args(kind)[0] if listed else kind, text) for text in texts)
+        values = tuple(_read(name, get_args(kind)[0] if listed else kind, word) for word in words)
     except ConfigError:
         raise ConfigError(f"{dashes}{name}: {shown(' '.join(texts))} is not {_expected(kind)}") from None
     return values if listed else values[0]

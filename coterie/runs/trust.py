@@ -57,11 +57,11 @@ def check_code(folder: Path, saved: Config, config: Config, given: Collection[st
         refuse_code({field: name for field, name in code_of(config).items() if field not in given}, what, advice)
 
 
-def open_run(folder: Path, new: Mapping[str, Part] = {}, trust: bool = False) -> Config:
-    """The config of a run's folder, or one clear line. `new` and `trust`: as for `load`."""
-    for name in new.keys() - {*GIVEN}:
+def open_run(folder: Path, new: Mapping[str, Part] = {}, trust: bool = False, may: Collection[str] = GIVEN) -> Config:
+    """The config of a run's folder, or one clear line. `new` and `trust`: as for `load`. `may`: what `new` may hold."""
+    for name in new.keys() - {*may}:
         raise ConfigError(
-            f"{name}: a run keeps all settings but {', '.join(GIVEN)}; a new one may begin with its weights: init_from"
+            f"{name}: a run keeps all settings but {', '.join(may)}; a new run may begin with its weights: init_from"
         )
     file = folder / "config.json"
     if (saved := read(folder, lambda: load_config(file) if file.is_file() else None)) is None:

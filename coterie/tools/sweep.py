@@ -134,6 +134,8 @@ def parse_seeds(text: str) -> list[int]:
             return list(range(first, last + 1))
     elif re.fullmatch(r"\d+(,\d+)*", text):
         seeds = [int(n) for n in text.split(",")]
+        if len(seeds) == 1:
+            raise ConfigError(f"--seeds: {text} is one seed: --seed {text}, or 0..2 for three of them")
         if len(set(seeds)) == len(seeds):
             return seeds
     raise ConfigError(f"--seeds: {text!r} is not A..B with A <= B, or A,B,C that differ")
@@ -151,7 +153,7 @@ def parse_grid(axes: Sequence[str]) -> list[dict[str, str]]:
     names, values = [], []
     for axis in axes:
         name, _, rest = axis.partition("=")
-        each = [value for value in rest.split(",") if value]
+        each = re.findall(r"\[[^]]*\]|[^,]+", rest)  # a list in brackets is one value
         if not name or not each:
             raise ConfigError(f"--grid: {axis!r} is not OPTION=VALUE,VALUE,...")
         if name in ("seed", "out"):

@@ -13,6 +13,7 @@ from coterie.build.evaluate import Player, load
 from coterie.envs.make import make_rendered
 from coterie.envs.tasks import task_config, tasks
 from coterie.extras import needs
+from coterie.plugins import Part
 from coterie.types import ConfigError, CoterieError
 
 _FPS = 30
@@ -20,14 +21,15 @@ _MOST_FRAMES = 27_000
 
 
 def watch(
-    folder: str | Path, out: str = "", *, sampled: bool = False, seed: int = 1, learner: str = "0", trust: bool = False
-) -> tuple[Path, float, int]:
+    folder: str | Path, out: str = "", *, sampled: bool = False, seed: int = 1, learner: str = "0", trust: bool = False,
+    **new: Part,
+) -> tuple[Path, float, int]:  # fmt: skip
     """Record an episode; returns the file, the episode's return (its agents' mean) and the number of frames.
-    `trust`: as for `load`.
+    `trust` and `new`: as for `load`.
     """
     with needs("watch", "video"):
         import imageio
-    policy = load(folder, learner, trust=trust)
+    policy = load(folder, learner, trust=trust, **new)
     path = Path(out) if out else Path(folder) / "watch.mp4"
     first = tasks(policy.config.env.id)[0]
     config = task_config(policy.config, first)  # the first of several tasks

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import gymnasium
 import imageio
 import numpy as np
 import pytest
 import torch
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
-from gymnasium.spaces import Discrete
+from gymnasium.spaces import Box, Dict, Discrete
 
 import coterie
 from coterie.build.evaluate import Trial, evaluate, evaluate_run, load
+from coterie.cli.main import main
 from coterie.envs.spaces import obs_fields
 from coterie.tools.watch import watch
 from coterie.types import ConfigError
@@ -33,6 +37,47 @@ def test_evaluation_counts_whole_episodes_and_stops_at_its_step_budget(tmp_path)
     policy = load(out)
     scores = evaluate(policy.algorithm, policy.model, policy.config, Trial(50, sampled=True, max_steps=60))
     assert scores.unfinished == 50 - len(scores.returns) > 0
+
+
+class Scaled(gymnasium.Env):
+    """Five steps, each worth `scale`."""
+
+    observation_space, action_space = Dict(a=Box(0.0, 1.0, (2,)), b=Discrete(3)), Discrete(2)
+
+    def __init__(self, scale=1.0, render_mode=None):
+        self.scale, self.render_mode, self.left = scale, render_mode, 0
+
+    def reset(self, *, seed=None, options=None):
+        self.left = 5
+        return {"a": np.zeros(2, np.float32), "b": 1}, {}
+
+    def step(self, action):
+        self.left -= 1
+        return {"a": np.zeros(2, np.float32), "b": 1}, self.scale, self.left == 0, False, {}
+
+    def render(self):
+        return np.zeros((32, 32, 3), np.uint8) if self.render_mode == "rgb_array" else None
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_policy_plays_in_other_envs_with_the_same_spaces(tmp_path, capsys):
+    out, scale = tmp_path / "run", {"env.kwargs": {"scale": 5.0}}
+    coterie.train(tiny(out, steps=100, env=Scaled, **{"env.kwargs": {"scale": 2.0}}), quiet=True)
+    for new, score in (({}, 10), (scale, 25), (scale | {"env.max_episode_steps": 3}, 15)):
+        assert evaluate_run(out, episodes=3, **new)["mean_return"] == score
+    other = {"env": partial(Scaled, scale=5.0), "env.kwargs": {}}
+    assert evaluate_run(out, episodes=3, **other)["mean_return"] == 25
+    with pytest.raises(ConfigError, match=r"^env\.kwargs: scale is also given by functools.partial"):
+        evaluate_run(out, episodes=3, env=partial(Scaled, scale=5.0))
+    with pytest.raises(ConfigError, match=r"^algo.gamma: a run keeps all settings but env, .*env.kwargs"):
+        evaluate_run(out, **{"algo.gamma": 0.5})
+    more = ["--env.kwargs", '{"scale": 3}', "--env.max-episode-steps", "2"]
+    assert main(["eval", str(out), "--episodes", "2", *more]) == 0
+    assert "Scaled: 6.00 +- 0.00 (2 episodes" in capsys.readouterr().out
+    assert main(["watch", str(out), *more]) == 0  # its constructor takes render_mode
+    assert "3 frames, return 6.0" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"give each array a first axis: np.asarray\(x\)\[None\]"):
+        load(out)({"a": np.zeros(2), "b": 1})
 
 
 def test_a_recurrent_policy_outside_of_training_keeps_and_resets_its_state(tmp_path):

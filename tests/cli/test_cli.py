@@ -250,6 +250,7 @@ def test_train_eval_and_bench_print_what_follows(tmp_path, capsys):
     out = str(tmp_path / "run")
     code, text, _ = run(capsys, *TRAIN, "--steps", "3000", "--out", out, "--log.tensorboard", "False")
     assert code == 0
+    assert "no --env is given: ppo takes Pong-v5" in run(capsys, "train", "ppo", "--print-config")[2]
     assert f"evaluate: coterie eval {out}" in text
     assert f"resume:   coterie resume {out}" in text
     assert f"watch:    coterie watch {out}" in text

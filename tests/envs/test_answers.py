@@ -4,6 +4,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
+from gymnasium.vector import SyncVectorEnv
 
 from coterie.types import CoterieError
 from tests.envs.env_harness import make, play
@@ -76,6 +77,21 @@ class Spaceless:
 
 def test_an_env_without_spaces_is_told_what_it_lacks():
     told("Spaceless", "it made Spaceless, which has no observation_space and no action_space, as a gymnasium")
+
+
+class Closeless(Spaceless):
+    """It has the interface, but not the rest of gymnasium's class."""
+
+    observation_space, action_space = spaces.Box(0.0, 1.0, (2,)), spaces.Discrete(2)
+
+
+def several():
+    return SyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 2)
+
+
+def test_what_only_looks_like_an_env_is_told_what_to_be():
+    told("Closeless", "Closeless is not a gymnasium.Env: inherit from it")
+    told("several", "it made a VectorEnv: set env.backend to vector")
 
 
 @pytest.mark.parametrize(

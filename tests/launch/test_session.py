@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from coterie.algorithms import a2c
 from coterie.build.resources import resolve_config
 from coterie.cli.main import main
 from coterie.launch import session
+from coterie.replay import storage
 from coterie.roles.learner_process import LearnerProcess
 from coterie.runs import checkpoint
 from coterie.runs.config_io import load_config, replace, save_config
@@ -220,3 +222,25 @@ def test_a_run_in_which_nothing_moves_ends_with_the_reason(command):
     assert summary["status"] == "failed"
     assert "no rollout for" in summary["reason"]
     assert checkpoint.latest(run.out / "checkpoints") is not None  # the one at step 0
+
+
+def test_a_run_says_what_it_goes_on_from_and_what_is_lost(tmp_path, capsys):
+    out = tmp_path / "run"
+    coterie.train(tiny(out, steps=100), quiet=True)
+    made = read_summary(out)["env_steps"]
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"env_steps": made + 1234}) + "\n")
+    coterie.resume(out, steps=made + 100)
+    line = rf"continuing from the checkpoint of [\d:]+: {made:,} env steps; 1,234 later ones are lost"
+    assert re.search(line, capsys.readouterr().out)
+
+
+def test_a_run_that_ends_before_its_replay_is_filled_says_so(tmp_path, capsys):
+    coterie.train(presets.dqn(env="CartPole-v1", steps=500, out=str(tmp_path / "run")))
+    assert "training begins after 2,000 env steps, so this run trains nothing" in capsys.readouterr().out
+
+
+def test_rollouts_that_do_not_fit_into_memory_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "machine_memory", lambda: 10_000)
+    with pytest.raises(ConfigError, match=r"algo\.unroll_length: rollouts of 2,064 observations need 0\.0 GiB"):
+        coterie.train(tiny(tmp_path / "run"), quiet=True)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
+import numpy as np
 import pytest
 
 from coterie.config import Algo, Config, Env, Schedule, Wire
@@ -112,6 +113,18 @@ def test_replace_accepts_dotted_names_sections_and_env() -> None:
     assert replace(Config(), {}) == Config()
 
 
+def test_numbers_and_arrays_of_numpy_are_those_of_python() -> None:
+    given = {"optim.lr": np.float32(0.5), "steps": np.int64(7), "model.hidden": np.array([32, 16]), "seed": np.uint8(1)}
+    config = replace(Config(), given)
+    assert (config.optim.lr, config.steps, config.model.hidden, config.seed) == (0.5, 7, (32, 16), 1)
+    json.dumps(to_dict(config))
+
+
+@pytest.mark.parametrize("texts", [["64", "32"], ["64,32"], ["[64, 32]"], ["64 32"]])
+def test_a_list_of_numbers_may_have_commas_and_brackets(texts: list[str]) -> None:
+    assert parse_cli(Config(), ["--model.hidden", *texts]).model.hidden == (64, 32)
+
+
 def test_a_text_may_be_a_path() -> None:
     assert replace(Config(), {"out": Path("runs/a")}).out == "runs/a"
 
@@ -172,7 +185,7 @@ def test_a_boolean_takes_true_false_yes_no_and_no_value(texts: list[str], value:
         ("--env.num-envs", ["--env.num_envs", "needs a value", "an integer"]),
         ("--env.num-envs 3 4", ["--env.num_envs", "one value", "'3 4'"]),
         ("--optim.lr 1e-3 --optim.eps fast", ["--optim.eps", "'fast'", "a number"]),
-        ("--model.hidden 64,64", ["--model.hidden", "'64,64'", "a list of integers"]),
+        ("--model.hidden 64,x", ["--model.hidden", "'64,x'", "a list of integers"]),
         ("--log.tensorboard=maybe", ["--log.tensorboard", "'maybe'", "true or false"]),
         ("--algo.entropy-schedule.kind bad", ["--algo.entropy_schedule.kind", "'bad'", "constant, linear, steps"]),
         ("Pong-v5", ["'Pong-v5'", "--SECTION.FIELD"]),

@@ -15,7 +15,7 @@ import pytest
 from coterie.cli.main import main
 from coterie.config import Config
 from coterie.runs import checkpoint
-from coterie.tools.sweep import Job, parse_grid, plan_runs, progress, run_jobs
+from coterie.tools.sweep import Job, parse_grid, parse_seeds, plan_runs, progress, run_jobs
 from coterie.types import ConfigError
 from tests.conftest import made_by
 from tests.support.commands import Command
@@ -67,6 +67,10 @@ def test_a_grid_has_every_combination(tmp_path):
     assert parse_grid([]) == [{}]
     negative = plan_runs(["gala-ppo"], config, [0], parse_grid(["gossip.tau=-1,1"]))
     assert [job.folder.name for job in negative] == ["g-tau--1-seed0", "g-tau-1-seed0"]
+    lists = parse_grid(["model.hidden=[64,64],[32],16 16"])
+    assert [point["model.hidden"] for point in lists] == ["[64,64]", "[32]", "16 16"]
+    with pytest.raises(ConfigError, match=r"--seeds: 3 is one seed: --seed 3, or 0\.\.2 for three"):
+        parse_seeds("3")
     for bad in ("seed=1,2", "out=a,b", "optim.lr=1,1"):
         with pytest.raises(ConfigError, match="--grid"):
             parse_grid([bad])
@@ -101,7 +105,7 @@ def test_a_stopped_sweep_continues(tmp_path, sweep):
 
 @pytest.mark.slow
 def test_a_second_sweep_of_running_runs_is_refused(tmp_path, sweep):
-    options = ("--steps", "100000000", "--seeds", "0")
+    options = ("--steps", "100000000", "--seeds", "0..0")
     first = sweep("first", *options)
     first.until((tmp_path / "run-seed0/config.json").exists, "seed 0 begins")
     second = sweep("second", *options)

@@ -86,7 +86,7 @@ def measure(config: Config, seconds: float) -> Services:
     times = {kind: np.array([one["exchange"][kind] for one in found]) for kind in EXCHANGES}
     own = {kind: float(np.median(t.min(0) if EXCHANGES[kind].in_lockstep else t)) for kind, t in times.items()}
     beside = {kind: max(0.0, x - own["solo"]) for kind, x in own.items()}
-    obs_bytes = float(sum(np.prod(s.shape) * np.dtype(s.dtype).itemsize for s in spec.obs.values()))
+    obs_bytes = float(spec.obs_bytes)
     wire = LinearCost(_MESSAGE, _BYTE * obs_bytes)
     costs = _costs(turns, configs, spec, beside, wire)
     return Services(
