@@ -68,6 +68,8 @@ or a larger one, and a run says so at its start. The others have our settings, f
 [results](../results/learning.md) has what they learned.
 """
 
+GIVEN = ("Policy", "Run")  # classes whose objects a user gets, and does not make
+
 MATRIX = f"""# Combinations
 
 A run is four choices: algorithm x acting x exchange x launch. Every combination below trains; "lockstep" means that
@@ -262,14 +264,17 @@ def signature(name: str, what: Callable[..., Any]) -> str:
     """As it is typed, an argument a line where one line is too long."""
     found = inspect.signature(what)
     arguments = [p.replace(annotation=p.empty) for n, p in found.parameters.items() if n != "self"]
-    line = f"{name}{found.replace(parameters=arguments, return_annotation=found.empty)}"
+    plain = (str, int, float, tuple, type, type(None))
+    arguments = [p if isinstance(p.default, plain) else p.replace(default=...) for p in arguments]
+    line = f"{name}{found.replace(parameters=arguments, return_annotation=found.empty)}".replace("=Ellipsis", "=...")
     return line if len(line) <= 100 else line.replace("(", "(\n    ", 1).replace(", ", ",\n    ")[:-1] + ",\n)"
 
 
 def documented(match: re.Match[str]) -> str:
     """The signatures and docstrings of a public name."""
     what = getattr(coterie, name := match[1])
-    text = f"```python\n{signature(f'coterie.{name}', what)}\n```\n\n{inspect.getdoc(what)}\n"
+    made = "" if name in GIVEN else f"```python\n{signature(f'coterie.{name}', what)}\n```\n\n"
+    text = f"{made}{inspect.getdoc(what)}\n"
     for method, function in vars(what).items() if inspect.isclass(what) else ():
         doc = inspect.getdoc(function.fget if isinstance(function, property) else function)
         if (

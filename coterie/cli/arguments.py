@@ -36,9 +36,15 @@ _POLICY = (
     _LEARNER,
     arg("--seed", type=int, default=1, help="of the env, and of sampled actions"),
     flag("--sampled", "sample actions instead of taking the most likely one"),
-    arg("--env", metavar="ID", help="another env with the same spaces"),
+    arg("--env", "--env.id", metavar="ID", help="another env with the same spaces"),
     arg("--env.kwargs", metavar="JSON", help="other arguments of the env's constructor"),
-    arg("--env.max-episode-steps", type=int, metavar="N", help="another limit of its episodes"),
+    arg(
+        "--env.max-episode-steps",
+        "--env.max_episode_steps",
+        type=int,
+        metavar="N",
+        help="another limit of episodes",
+    ),
 )
 _CONNECT = "address of the run's learner 0; on another machine it needs --wire.token-file and --wire.cert"
 

@@ -76,7 +76,11 @@ def _add_config(name: str, parser: Parser) -> None:
 
 def warned(args: list[str], config: Config, before: Callable[[], None] = lambda: None) -> Config:
     """`config`, which `args` give, after a line for what a user may not expect of it. `before`: each line."""
-    for line in _surprises(words_of(args)[3], config):
+    _, file, _, options = words_of(args)
+    if config.preset and not file and "env.id" not in options and "env" not in options:
+        before()
+        print(f"coterie: no --env is given: {config.preset} takes {config.env.id}", file=sys.stderr)
+    for line in _surprises(options, config):
         before()
         print(f"coterie: {line}", file=sys.stderr)
     return config
@@ -89,8 +93,6 @@ def _surprises(options: Iterable[str], config: Config) -> Iterator[str]:
 
     spec = make_spec(config.env, config.atari)
     millions = presets.make(config.preset, config.env.id, spec).steps // 1_000_000 if config.preset else 0
-    if config.preset and not {"env.id", "env"} & {*options} and config.env.id == presets.make(config.preset, "").env.id:
-        yield f"no --env is given: {config.preset} takes {config.env.id}"
     if millions >= 10:
         yield f"{config.preset} has its paper's settings, for {millions:,} million env steps or more; try ppo first"
     for name, needs in unused(options, config, spec):

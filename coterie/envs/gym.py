@@ -6,6 +6,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -69,7 +70,7 @@ def make_gym(env_id: str, kwargs: Mapping[str, Any], max_episode_steps: int) -> 
     for kind, setting in ((VectorEnv, "vector"), (Backend, path)):
         if isinstance(make, type) and issubclass(make, kind):
             raise ConfigError(f"env.id {label(env_id)!r}: it is a {kind.__name__}: set env.backend to {setting}")
-    if twice := kwargs.keys() & getattr(make, "keywords", {}).keys():  # of functools.partial
+    if isinstance(make, partial) and (twice := kwargs.keys() & make.keywords.keys()):
         raise ConfigError(f"env.kwargs: {min(twice)} is also given by functools.partial: leave it out of one of them")
     env: Any = make(**kwargs)
     if isinstance(env, VectorEnv):

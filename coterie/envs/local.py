@@ -6,6 +6,7 @@ import inspect
 import json
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 
@@ -49,7 +50,7 @@ class LocalBackend(Backend):
         except Exception as error:
             raise ConfigError(f"env.id: {self.spec.env_id!r} cannot be drawn: {one_line(error)}") from error
         if not isinstance(frame, np.ndarray):
-            how = "its render() gave no array, and its constructor takes no render_mode"
+            how = "its render() gave no array (an env whose constructor has the argument render_mode gets rgb_array)"
             raise ConfigError(f"env.id: {self.spec.env_id!r} gives no frames: {how}")
         return frame
 
@@ -59,5 +60,8 @@ class LocalBackend(Backend):
 
 def _takes_render_mode(env_id: str) -> bool:
     with suppress(Exception):  # what cannot be made says why when it is made
-        return "render_mode" in inspect.signature(named_env("env.id", env_id)).parameters
+        make = named_env("env.id", env_id)
+        modes = getattr(make, "metadata", {}).get("render_modes") or ["rgb_array"]  # gymnasium's default is empty
+        given = isinstance(make, partial) and "render_mode" in make.keywords
+        return not given and "rgb_array" in modes and "render_mode" in inspect.signature(make).parameters
     return False

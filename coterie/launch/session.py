@@ -133,8 +133,9 @@ def _go(
         return run_on_ray(asked, folder, resumed, quiet, starting, held)
     data = f" and the data set {asked.bc.dataset}, perhaps from the network" if asked.bc.dataset else ""
     starting.doing(f"loading {label(asked.env.id)}{data}")
-    saved, state, line = _saved(asked, folder) if resumed else (None, None, _untrained(asked))
+    saved, state, line = _saved(asked, folder) if resumed else (None, None, "")
     config = resolve_config(asked)
+    line = line or _untrained(config)
     kind = exchange_kind(config)
     here = kind.one_learner and not acting_kind(config).apart
     if not here:
@@ -179,11 +180,12 @@ def _go(
     return run.go(supervisor.work, supervisor.close)
 
 
-def _untrained(config: Config) -> str:
-    """A line where a replay is still being filled when the run ends."""
-    if not algorithm_class(config).has_replay or config.steps > config.q.learn_start:
+def _untrained(config: ResolvedConfig) -> str:
+    """A line where a replay is still being filled when a new run ends."""
+    first = config.q.learn_start * config.learners
+    if not algorithm_class(config).has_replay or config.steps > first:
         return ""
-    return f"q.learn_start: training begins after {config.q.learn_start:,} env steps, so this run trains nothing"
+    return f"q.learn_start: training begins after {first:,} env steps, and the run has {config.steps:,}"
 
 
 def _check(config: ResolvedConfig, spec: Spec) -> None:
@@ -192,7 +194,8 @@ def _check(config: ResolvedConfig, spec: Spec) -> None:
     resolve_resources(config, spec)
     algorithm_class(config).check_data(config, spec)
     rows = (algorithm_class(config).unroll_length(config) + 1) * config.env.num_envs * config.learners
-    require_room("algo.unroll_length", rows * spec.obs_bytes, f"rollouts of {rows:,} observations")
+    field = "ppo.batch_size" if config.ppo.batch_size and config.algorithm == "ppo" else "algo.unroll_length"
+    require_room(field, rows * spec.obs_bytes, f"rollouts of {rows:,} observations")
     if need := algorithm_class(config).replay_bytes(config, spec) * config.learners:
         require_room("replay.capacity", need, f"{config.replay.capacity:,} env steps", config.replay.disk)
 
@@ -205,7 +208,7 @@ def _saved(asked: Config, folder: Path) -> tuple[Path, dict[str, Any], str]:
     if state["env_steps"] >= asked.steps:
         raise ConfigError(f"--steps: the run already has {state['env_steps']:,} env steps; give a larger total")
     check_spec(folder, asked)
-    made, when = state["env_steps"], time.strftime("%H:%M:%S", time.localtime(saved.stat().st_mtime))
+    made, when = state["env_steps"], time.strftime("%d %b %H:%M:%S", time.localtime(saved.stat().st_mtime))
     lost = ""
     with suppress(CoterieError):  # metrics that cannot be read keep no run from going on
         later = max((line["env_steps"] for line in read_metrics(folder)), default=0) - made

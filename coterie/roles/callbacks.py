@@ -77,7 +77,8 @@ def make_callback(given: Given) -> Callback:
         raise CoterieError(f"callbacks: {name} cannot be made: {raised(error)}", traceback.format_exc()) from error
     if not isinstance(made, Callback):
         raise ConfigError(f"callbacks: {name} makes {type(made).__name__}, not a Callback")
-    if wrong := [x for kind in type(made).__mro__ for x in vars(kind) if x[:3] == "on_" and not hasattr(Callback, x)]:
+    kinds = [kind for kind in type(made).__mro__ if issubclass(kind, Callback)]  # not what they are mixed with
+    if wrong := [x for kind in kinds for x in vars(kind) if x[:3] == "on_" and not hasattr(Callback, x)]:
         known = ", ".join(x for x in vars(Callback) if x[0] != "_")
         raise ConfigError(f"callbacks: {type(made).__name__}.{wrong[0]} would never be called; there are {known}")
     return made

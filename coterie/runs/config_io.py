@@ -201,6 +201,7 @@ def replace(config: Config, overrides: dict[str, Any]) -> Config:
             value = name_of(_ALIASES.get(given, given), value)
         *sections, last = (name := field_name(given, value)).split(".")
         if name.startswith(SETTINGS):
+            value = value.tolist() if type(value).__module__ == "numpy" else value
             own = json_object("settings", data["settings"]) | {name.removeprefix(SETTINGS): value}
             data["settings"] = json.dumps(own)
             continue
@@ -232,7 +233,7 @@ def read(name: str, texts: list[str], dashes: str = "") -> Any:
         raise ConfigError(f"{dashes}{name}: {wrong}; it takes {_expected(kind)}")
     words = texts
     if listed and get_args(kind)[0] is not str:  # 64 64, and as Python and TOML have it: [64, 64]
-        words = [word for text in texts for word in re.split(r"[\s,]+", re.sub(r"^\[(.*)\]$", r"\1", text)) if word]
+        words = re.sub(r"^\[(.*)\]$", r"\1", " ".join(texts)).replace(",", " ").split()
     try:
         values = tuple(_read(name, get_args(kind)[0] if listed else kind, word) for word in words)
     except ConfigError:

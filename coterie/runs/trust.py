@@ -17,6 +17,7 @@ from coterie.config import Config, Ray
 from coterie.plugins import FIELDS, GIVEN, LAB, NETWORKS, Part, label
 from coterie.runs.config_io import get, load_config, replace
 from coterie.runs.files import read, write_whole
+from coterie.runs.validate import validate
 from coterie.types import ConfigError, reason_of
 from coterie.wire.auth import own_secret
 
@@ -67,6 +68,11 @@ def open_run(folder: Path, new: Mapping[str, Part] = {}, trust: bool = False, ma
     if (saved := read(folder, lambda: load_config(file) if file.is_file() else None)) is None:
         raise ConfigError(f"RUN: {folder} is not a run folder (it has no config.json)")
     config, given = replace(saved, dict(new)), code_of(replace(Config(), dict(new)))
+    if "env.max_episode_steps" in new:
+        config = replace(config, {"eval.max_episode_steps": 0})
+    config = validate(config) if new else config
+    if "env.kwargs" not in new:
+        given.pop("env.kwargs", None)
     if not trust:
         advice = "give --trust (from Python: trust=True)"
         check_code(folder, saved, config, given, f"{folder} was not made here by you, and", advice)

@@ -62,11 +62,14 @@ class Scaled(gymnasium.Env):
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_policy_plays_in_other_envs_with_the_same_spaces(tmp_path, capsys):
     out, scale = tmp_path / "run", {"env.kwargs": {"scale": 5.0}}
-    coterie.train(tiny(out, steps=100, env=Scaled, **{"env.kwargs": {"scale": 2.0}}), quiet=True)
-    for new, score in (({}, 10), (scale, 25), (scale | {"env.max_episode_steps": 3}, 15)):
+    limit = {"eval.max_episode_steps": 4}
+    coterie.train(tiny(out, steps=100, env=Scaled, **{"env.kwargs": {"scale": 2.0}}, **limit), quiet=True)
+    for new, score in (({}, 8), (scale, 20), (scale | {"env.max_episode_steps": 3}, 15)):
         assert evaluate_run(out, episodes=3, **new)["mean_return"] == score
     other = {"env": partial(Scaled, scale=5.0), "env.kwargs": {}}
-    assert evaluate_run(out, episodes=3, **other)["mean_return"] == 25
+    assert evaluate_run(out, episodes=3, **other)["mean_return"] == 20
+    with pytest.raises(ConfigError, match=r"^env\.max_episode_steps: -5 must"):
+        load(out, **{"env.max_episode_steps": -5})
     with pytest.raises(ConfigError, match=r"^env\.kwargs: scale is also given by functools.partial"):
         evaluate_run(out, episodes=3, env=partial(Scaled, scale=5.0))
     with pytest.raises(ConfigError, match=r"^algo.gamma: a run keeps all settings but env, .*env.kwargs"):
@@ -76,6 +79,8 @@ def test_a_policy_plays_in_other_envs_with_the_same_spaces(tmp_path, capsys):
     assert "Scaled: 6.00 +- 0.00 (2 episodes" in capsys.readouterr().out
     assert main(["watch", str(out), *more]) == 0  # its constructor takes render_mode
     assert "3 frames, return 6.0" in capsys.readouterr().out
+    drawn = {"env": partial(Scaled, render_mode="rgb_array"), "env.kwargs": {}}
+    assert watch(out, **drawn)[1:] == (5.0, 6)
     with pytest.raises(ConfigError, match=r"give each array a first axis: np.asarray\(x\)\[None\]"):
         load(out)({"a": np.zeros(2), "b": 1})
 

@@ -250,7 +250,10 @@ def test_train_eval_and_bench_print_what_follows(tmp_path, capsys):
     out = str(tmp_path / "run")
     code, text, _ = run(capsys, *TRAIN, "--steps", "3000", "--out", out, "--log.tensorboard", "False")
     assert code == 0
-    assert "no --env is given: ppo takes Pong-v5" in run(capsys, "train", "ppo", "--print-config")[2]
+    said, file = "no --env is given: ppo takes Pong-v5", tmp_path / "pong.toml"
+    assert said in run(capsys, "train", "ppo", "--print-config")[2]
+    file.write_text('preset = "ppo"\nenv = "Pong-v5"\n')
+    assert said not in run(capsys, "train", str(file), "--print-config")[2]
     assert f"evaluate: coterie eval {out}" in text
     assert f"resume:   coterie resume {out}" in text
     assert f"watch:    coterie watch {out}" in text

@@ -1,11 +1,16 @@
 """An env that returns what it must not is told what, instead of being trained on something else."""
 
+from contextlib import closing
+from typing import ClassVar
+
 import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 
+from coterie import config
+from coterie.envs.local import LocalBackend
 from coterie.types import CoterieError
 from tests.envs.env_harness import make, play
 
@@ -87,6 +92,26 @@ class Closeless(Spaceless):
 
 def several():
     return SyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 2)
+
+
+class Keywords(gymnasium.Env):
+    """Its attribute has the name of one of functools.partial's; it draws for people only."""
+
+    metadata: ClassVar = {"render_modes": ["human"]}
+    keywords: ClassVar = ["scale"]
+    observation_space, action_space = spaces.Box(0.0, 1.0, (2,)), spaces.Discrete(2)
+
+    def __init__(self, scale=1.0, render_mode=None):
+        assert render_mode in (None, "human")
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(2, np.float32), {}
+
+
+def test_an_env_is_made_as_it_wants_to_be():
+    env = config.Env(f"{__name__}:Keywords", kwargs='{"scale": 2.0}')
+    with closing(LocalBackend(env, [1])) as made:
+        made.reset(np.array([0]))
 
 
 def test_what_only_looks_like_an_env_is_told_what_to_be():

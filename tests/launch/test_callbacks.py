@@ -160,9 +160,12 @@ def test_a_callback_that_raises_ends_the_run_after_a_checkpoint_and_others_go_on
 
 def test_callbacks_by_name_are_in_the_config_and_resume_calls_them_again(tmp_path, config, module, capsys):
     module("mine", "from tests.launch.test_callbacks import Diary as One\ndef two():\n    return One()\n")
+    mixed = "class Hooks:\n    on_gpu = True\n    def on_error(self): ...\nclass Mixed(Hooks, Diary): ...\n"
+    module("mixed", f"from tests.launch.test_callbacks import Diary\n{mixed}")
     module("typo", "import coterie\nclass Typo(coterie.Callback):\n    def on_rollouts(self, run): ...\n")
     out = tmp_path / "run"
     small = arguments("a2c", out, {**SMALL, "steps": 64, "env.id": "levels:make"})
+    assert main([*small, "--out", str(tmp_path / "mixed"), "--callbacks", "mixed:Mixed"]) == 0
     assert main([*small, "--callbacks", "mine:One", "mine:two"]) == 0
     assert load_config(out / "config.json").callbacks == ("mine:One", "mine:two")
     assert main(["resume", str(out), "--steps", "128"]) == 0

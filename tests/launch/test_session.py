@@ -231,13 +231,15 @@ def test_a_run_says_what_it_goes_on_from_and_what_is_lost(tmp_path, capsys):
     with (out / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"env_steps": made + 1234}) + "\n")
     coterie.resume(out, steps=made + 100)
-    line = rf"continuing from the checkpoint of [\d:]+: {made:,} env steps; 1,234 later ones are lost"
+    line = rf"continuing from the checkpoint of [\w :]+: {made:,} env steps; 1,234 later ones are lost"
     assert re.search(line, capsys.readouterr().out)
 
 
 def test_a_run_that_ends_before_its_replay_is_filled_says_so(tmp_path, capsys):
-    coterie.train(presets.dqn(env="CartPole-v1", steps=500, out=str(tmp_path / "run")))
-    assert "training begins after 2,000 env steps, so this run trains nothing" in capsys.readouterr().out
+    two = {"learners": 2, "exchange": "gossip", "env.num_envs": 4}
+    coterie.train(presets.dqn(env="CartPole-v1", steps=3000, out=str(tmp_path / "run"), **two))
+    assert "training begins after 4,000 env steps, and the run has 3,000" in capsys.readouterr().out
+    assert read_summary(tmp_path / "run")["learner_steps"] == 0
 
 
 def test_rollouts_that_do_not_fit_into_memory_are_refused(tmp_path, monkeypatch):

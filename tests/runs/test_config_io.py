@@ -117,10 +117,11 @@ def test_numbers_and_arrays_of_numpy_are_those_of_python() -> None:
     given = {"optim.lr": np.float32(0.5), "steps": np.int64(7), "model.hidden": np.array([32, 16]), "seed": np.uint8(1)}
     config = replace(Config(), given)
     assert (config.optim.lr, config.steps, config.model.hidden, config.seed) == (0.5, 7, (32, 16), 1)
-    json.dumps(to_dict(config))
+    own = replace(config, {"settings.limit": np.float32(2)})
+    assert json.loads(to_dict(own)["settings"]) == {"limit": 2}
 
 
-@pytest.mark.parametrize("texts", [["64", "32"], ["64,32"], ["[64, 32]"], ["64 32"]])
+@pytest.mark.parametrize("texts", [["64", "32"], ["64,32"], ["[64, 32]"], ["[64,", "32]"], ["64 32"]])
 def test_a_list_of_numbers_may_have_commas_and_brackets(texts: list[str]) -> None:
     assert parse_cli(Config(), ["--model.hidden", *texts]).model.hidden == (64, 32)
 
