@@ -267,6 +267,7 @@ def signature(name: str, what: Callable[..., Any]) -> str:
     plain = (str, int, float, tuple, type, type(None))
     arguments = [p if isinstance(p.default, plain) else p.replace(default=...) for p in arguments]
     line = f"{name}{found.replace(parameters=arguments, return_annotation=found.empty)}".replace("=Ellipsis", "=...")
+    line = line.replace("'", '"')  # as ruff formats it
     return line if len(line) <= 100 else line.replace("(", "(\n    ", 1).replace(", ", ",\n    ")[:-1] + ",\n)"
 
 
