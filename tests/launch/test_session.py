@@ -236,7 +236,7 @@ def test_a_run_says_what_it_goes_on_from_and_what_is_lost(tmp_path, capsys):
 
 
 def test_a_run_that_ends_before_its_replay_is_filled_says_so(tmp_path, capsys):
-    two = {"learners": 2, "exchange": "gossip", "env.num_envs": 4}
+    two = {"learners": 2, "exchange": "allreduce", "env.num_envs": 4}  # in lockstep: 1,500 env steps each
     coterie.train(presets.dqn(env="CartPole-v1", steps=3000, out=str(tmp_path / "run"), **two))
     assert "training begins after 4,000 env steps, and the run has 3,000" in capsys.readouterr().out
     assert read_summary(tmp_path / "run")["learner_steps"] == 0
