@@ -12,6 +12,7 @@ from coterie.config import Atari, Config, Env, Model, Schedule
 from coterie.envs.make import make_spec
 from coterie.envs.tasks import tasks
 from coterie.plugins import Part
+from coterie.runs.config_io import of_numpy
 from coterie.runs.config_io import replace as override
 from coterie.runs.objects import name_of
 from coterie.types import ConfigError, Spec, one_line
@@ -43,9 +44,9 @@ def flat(overrides: Changes, prefix: str = "") -> Changes:
 
 
 def _of_numpy(value: Any) -> Any:
-    if type(value).__module__ != "numpy":
+    if (found := of_numpy(value)) is value:
         raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
-    return value.tolist()
+    return found
 
 
 def of_env(overrides: Changes) -> Changes:

@@ -87,12 +87,16 @@ def _expected(kind: Any) -> str:
     return _WORDS[kind]
 
 
+def of_numpy(value: Any) -> Any:
+    """A number or an array of NumPy as Python's; anything else as it is."""
+    return value.tolist() if type(value).__module__ == "numpy" else value
+
+
 def _coerce(name: str, kind: Any, value: Any) -> Any:
     """`value` as `kind`, or a ConfigError. A number that loses nothing may change its type: 1e6 is an integer."""
     if name == "env.num_envs" and value == "auto":
         return 0
-    if type(value).__module__ == "numpy":
-        value = value.tolist()
+    value = of_numpy(value)
     real = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if get_origin(kind) in (Union, UnionType):
         for one in get_args(kind):
@@ -201,8 +205,7 @@ def replace(config: Config, overrides: dict[str, Any]) -> Config:
             value = name_of(_ALIASES.get(given, given), value)
         *sections, last = (name := field_name(given, value)).split(".")
         if name.startswith(SETTINGS):
-            value = value.tolist() if type(value).__module__ == "numpy" else value
-            own = json_object("settings", data["settings"]) | {name.removeprefix(SETTINGS): value}
+            own = json_object("settings", data["settings"]) | {name.removeprefix(SETTINGS): of_numpy(value)}
             data["settings"] = json.dumps(own)
             continue
         at = data
