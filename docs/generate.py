@@ -28,7 +28,13 @@ FAMILIES = {"Atari": "Breakout-v5", "vectors": "LunarLander-v3", "MuJoCo": "Hopp
 MOUNTAIN_CAR, DMLAB = {"MountainCar": "MountainCar-v0"}, {"DMLab": "dmlab/rooms_watermaze"}
 LANDER = {"LunarLander, continuous": "LunarLanderContinuous-v3"}
 MORE = {"ppo": MOUNTAIN_CAR | LANDER, "a2c": LANDER, "dqn": {"CartPole": "CartPole-v1"} | MOUNTAIN_CAR}
-MORE |= {"a3c": MOUNTAIN_CAR, "a3c-paper": MOUNTAIN_CAR, "impala": DMLAB, "impala-deep": DMLAB, "seed-vtrace": DMLAB}
+MORE |= {
+    "a3c": MOUNTAIN_CAR,
+    "a3c-paper": MOUNTAIN_CAR,
+    "impala": DMLAB | LANDER,
+    "impala-deep": DMLAB,
+    "seed-vtrace": DMLAB | LANDER,
+}
 # A family without a source of its own has that of the family beside it, as in the presets.
 PARENTS = {"MuJoCo": "vectors", "MountainCar": "vectors", "CartPole": "vectors", "DMLab": "Atari"}
 PARENTS |= {"LunarLander, continuous": "vectors"}

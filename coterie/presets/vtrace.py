@@ -16,7 +16,8 @@ def impala(env: Part = "Pong-v5", **overrides: Any) -> Config:
     four frames. Ours: GALA's net in the place of the shallow one, 10M env steps (50M), no population-based training, no
     single run of all DMLab-30 tasks. For a few million env steps on two cores these rates are slow: the page of results
     has the options that Pong was learned with. `dmlab/...`: the shallow net with its LSTM of 256, last action and
-    reward, unrolls of 100, and the rates of the authors' code. Vectors and continuous control: our settings.
+    reward, unrolls of 100, and the rates of the authors' code. Vectors and continuous control: our settings; the
+    continuous form of LunarLander has the discount of vectors and unrolls of 128 with n-step returns.
     """
     env = name_of("env.id", env)
     image: Changes = {
@@ -34,6 +35,10 @@ def impala(env: Part = "Pong-v5", **overrides: Any) -> Config:
             "algo": Algo(100, value_coef=0.25, entropy_coef=2.5e-4),
             "optim": Optim("rmsprop_tf", lr=4.8e-4, eps=0.1, max_grad_norm=0.0, schedule=LINEAR),
         }
+    lander: Changes = {
+        "algo": Algo(128, gamma=0.995, entropy_coef=0.0, normalize_advantage=True),
+        "decoupled": Decoupled(batch_size=4),
+    }
     return make(
         "impala",
         env,
@@ -51,6 +56,7 @@ def impala(env: Part = "Pong-v5", **overrides: Any) -> Config:
             "model.init_log_std": -0.7,
             "algo": Algo(32, gae_lambda=0.95, entropy_coef=0.0),
             "optim": Optim("adam", lr=7e-4, schedule=LINEAR),
+            **(lander if env.startswith("LunarLander") else {}),
         },
     )
 
@@ -73,7 +79,8 @@ def seed_vtrace(env: Part = "Pong-v5", **overrides: Any) -> Config:
         "vtrace": VTrace(loss="mean"),
         "optim": Optim("adam", lr=2.2588e-4, beta1=0.0, eps=3.125e-9, max_grad_norm=0.0, schedule=LINEAR),
     }
-    vector = {"env.num_envs": envs(env, 16), "central": Central(batch_size=8)}
+    batch = 4 if name_of("env.id", env).startswith("LunarLanderContinuous") else 8
+    vector = {"env.num_envs": envs(env, 16), "central": Central(batch_size=batch)}
     common = {"acting": "central", "decoupled": Decoupled()}
     return derive(impala, "seed-vtrace", env, overrides, common, image, vector)
 
