@@ -53,7 +53,7 @@ class Env:
     action_repeat: Positive = 1  # env steps per action, their rewards added up (Atari: on top of atari.frame_skip)
     max_episode_steps: Natural = 0  # truncate episodes after this many steps; 0: the env's own limit
     time_limit: Literal["truncate", "terminate"] = "truncate"  # terminate: do not bootstrap at a time limit
-    decorrelate: Natural = 0  # random steps that each env takes before the run: up to this many, uniformly drawn
+    decorrelate: Natural = 0  # random steps that each env takes before the run: up to this many, uniformly sampled
     timeout: PositiveFloat = 60.0  # seconds until a worker that does not answer is replaced
     on_error: Literal["fail", "replace"] = "fail"  # an exception of a gymnasium env: end the run, or replace the env
     info: Literal["episodes", "steps", "off"] = "episodes"  # metrics env/NAME: of the last step of episodes, or of all
@@ -83,7 +83,7 @@ class Reward:
     """How rewards are transformed before the loss. Logged returns are always raw."""
 
     clip: RewardClip = "none"  # clamp: to [-1, 1]; asymmetric: 0.3 min(tanh r, 0) + 5 max(tanh r, 0), IMPALA on DMLab
-    scale: PositiveFloat = 1.0  # factor of the reward, before clip
+    scale: PositiveFloat = 1.0  # factor of the reward, after clip
     normalize: bool = False  # divide by the running standard deviation of the discounted return
 
 
@@ -392,7 +392,7 @@ class Config:
     """A run: algorithm x acting x exchange x launch, and the sections."""
 
     preset: str = ""  # name of the preset that the run began with
-    algorithm: str = "a2c"  # a2c, ppo, vtrace, dqn, r2d2, sac, a registered name, or package.module:Class
+    algorithm: str = "a2c"  # a2c, ppo, vtrace, dqn, r2d2, sac, bc, a registered name, or package.module:Class
     settings: str = "{}"  # JSON object: of a custom algorithm with `Settings`; --settings.NAME VALUE sets one
     acting: str = "inline"  # inline, decoupled, central, or a registered name
     exchange: str = "auto"  # solo, allreduce, hogwild, store, gossip, a registered name; auto: solo or allreduce

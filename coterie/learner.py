@@ -88,7 +88,8 @@ class Progress:
         total = exchange.env_steps
         self.episodes += len(rollout.episodes)
         clock.env_steps, clock.episodes = total, self.episodes * learners  # an estimate: only steps are exchanged
-        exchange.count(int(rollout.mask.sum()))
+        self.valid = int(rollout.mask.sum())
+        exchange.count(self.valid)
         self.count_lag(rollout.policy_version)
         return total
 
@@ -103,9 +104,8 @@ class Progress:
 
     def end(self, rollout: Rollout) -> None:
         """Count a rollout after training on it."""
-        valid = int(rollout.mask.sum())
-        self.env_steps += valid
-        self.masked += rollout.mask.numel() - valid
+        self.env_steps += self.valid
+        self.masked += rollout.mask.numel() - self.valid
 
 
 class Gradients:

@@ -145,16 +145,16 @@ def check_own(config: Config) -> None:
         named("callbacks", path)
 
 
-def substitute(config: Config, part: str, ours: Callable[P, T]) -> Callable[P, T]:
-    """`ours`, or the user's own `part` instead, which takes what `ours` takes."""
+def substitute(config: Config, part: str, default: Callable[P, T]) -> Callable[P, T]:
+    """`default`, or the user's own `part` instead, which takes what `default` takes."""
     path: str = getattr(config.plugins, part)
     if not path:
-        return ours
-    theirs, place = named(f"plugins.{part}", path), getattr(ours, "__name__", str(ours))
+        return default
+    given, place = named(f"plugins.{part}", path), getattr(default, "__name__", str(default))
     # The modules that are called base have protocols, and what several parts share.
-    mro = [c for c in (theirs.__mro__ if isinstance(theirs, type) else ()) if not c.__module__.endswith("base")]
-    base = next((c for c in mro if c.__module__.startswith("coterie.")), ours)
-    if base is not ours:
+    mro = [c for c in (given.__mro__ if isinstance(given, type) else ()) if not c.__module__.endswith("base")]
+    base = next((c for c in mro if c.__module__.startswith("coterie.")), default)
+    if base is not default:
         raise ConfigError(f"plugins.{part}: {path} is a subclass of {base.__name__}, but this run uses {place}")
     return partial(call, f"plugins.{part}", path)
 

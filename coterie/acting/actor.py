@@ -27,7 +27,7 @@ from coterie.parallel.threads import Team
 from coterie.parallel.weights import Weights
 from coterie.types import AgentOutput, CoterieError, Inputs, Post
 
-_POLL_S, _SLOW_POLL_S = 2e-4, 1e-3  # between two looks at shared memory: in the first moments, and later
+_POLL_S, _SLOW_POLL_S = 2e-4, 1e-3  # between polls of shared memory: at first, and later
 _SOON_S = 0.01
 
 

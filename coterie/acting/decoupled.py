@@ -33,7 +33,7 @@ from coterie.remote.rollout_service import RolloutService
 from coterie.types import ConfigError, CoterieError, Rollout, counted
 from coterie.wire.auth import offset
 
-_POLL_S = 2e-4  # between two looks at shared memory
+_POLL_S = 2e-4  # between polls of shared memory
 
 
 class Decoupled:
@@ -99,6 +99,8 @@ class Decoupled:
         with self.board.blocked(self.rank):
             while not self.slots.is_full(batch):
                 time.sleep(_POLL_S)
+                if self.remote is not None and self.remote.error is not None:
+                    raise self.remote.error
                 if awake() - begin > self.timeout:
                     raise CoterieError(f"no batch of rollouts for {self.timeout:g} s: the actors hang")
         self.stages.lap("wait")

@@ -1,4 +1,4 @@
-"""The protocol of an algorithm, and what all algorithms share: their defaults, losses, transformed rewards."""
+"""The protocol of an algorithm, and what all algorithms share: their defaults and losses."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from coterie.config import Algo, Config, Refusal, ResolvedConfig, Reward
+from coterie.algorithms.rewards import Rewards
+from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.models.base import Model
 from coterie.ops.policy import masked_mean
-from coterie.ops.returns import RunningReturns
 from coterie.parallel.graphs import Record, recordable
-from coterie.types import AgentOutput, ConfigError, Inputs, Rollout, Spec, json_object, map_obs, reason_of
+from coterie.types import AgentOutput, ConfigError, Inputs, Rollout, Spec, json_object, reason_of
 
 
 @dataclass
@@ -114,6 +114,7 @@ class AlgorithmBase:
     Settings: ClassVar[Callable[..., Any] | None] = None  # a dataclass of the settings that only this algorithm has
 
     def __init__(self, config: Config, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
+        self.config, self.spec = config, spec
         self.chunk, self.clock, self.rewards = compute.chunk, Clock(), Rewards(config.reward, config.algo)
         self.sampled, self.settings = 1.0, self.read_settings(config)
         self.compute, self._factors = compute, dict[str, Tensor]()
@@ -163,6 +164,11 @@ class AlgorithmBase:
     def updates(config: Config, columns: int, unroll: int) -> tuple[float, float]:
         """Optimizer steps for `columns` rollouts of `unroll` rows, and the samples in each. For `coterie plan`."""
         return 1, columns * unroll
+
+    @staticmethod
+    def replays_rollouts(config: Config) -> bool:
+        """Whether batches hold rollouts of earlier batches, too."""
+        return False
 
     @staticmethod
     def first_rows(config: Config) -> int:
@@ -255,45 +261,3 @@ def combine(terms: Terms, watched: dict[str, Tensor], mask: Tensor, count: int) 
         columns = torch.stack([*(x for _, x in terms.values()), *watched.values()])
         means = masked_mean(columns, mask, count).unbind()
     return Loss(masked_mean(rows, mask, count), dict(zip([*terms, *watched], means, strict=True)))
-
-
-class Rewards:
-    """Clipping, scaling and normalization of rewards, and the running normalizers of observations and returns."""
-
-    def __init__(self, config: Reward, algo: Algo) -> None:
-        self.config, self.gamma = config, algo.gamma
-        self.running = RunningReturns()  # for the deviation of the return
-
-    def clipped(self, reward: Tensor) -> Tensor:
-        """Rewards, clipped and scaled."""
-        r, how = reward, self.config
-        if how.clip == "sign":
-            r = r.sign()
-        elif how.clip == "clamp":
-            r = r.clamp(-1, 1)
-        elif how.clip == "tanh":
-            r = r.tanh()
-        elif how.clip == "asymmetric":  # IMPALA, Figure D.1 (its code: 5 tanh(r / 5), and 0.3 of that below 0)
-            r = r.tanh()
-            r = 0.3 * r.clamp(max=0) + 5 * r.clamp(min=0)
-        return r * how.scale if how.scale != 1 else r
-
-    def normalized(self, model: Model, rollout: Rollout) -> Tensor:
-        """Clipped rewards, divided by the running deviation of the return if `reward.normalize` is set."""
-        reward = self.clipped(rollout.reward)
-        return (reward / model.return_norm.deviation).clamp(-10, 10) if self.config.normalize else reward
-
-    def update(self, model: Model, rollout: Rollout) -> None:
-        """Update the running normalizers, once the last batch has used the old ones."""
-        mask = rollout.mask
-        model.observe(map_obs(lambda x: x[: len(mask)], rollout.obs), mask)
-        if self.config.normalize:
-            returns = self.running.update(self.clipped(rollout.reward), rollout.is_first, rollout.env_id, self.gamma)
-            model.return_norm.update(returns[mask])
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return self.running.state_dict() if self.running.carry else {}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        if "running_env" in state:
-            self.running.load_state_dict(state)

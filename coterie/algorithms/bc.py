@@ -83,7 +83,7 @@ class BC(A2C):
 
     def __init__(self, config: Config, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
         super().__init__(config, spec, compute, seed)
-        self.spec, self.bc, self.rng = spec, config.bc, torch.Generator().manual_seed(seed)
+        self.bc, self.rng = config.bc, torch.Generator().manual_seed(seed)
         self.owed = 0.0  # samples that are due
         self.steps: tuple[Steps, Tensor] | None = None  # with their returns; read by learners only
 

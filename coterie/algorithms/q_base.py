@@ -43,10 +43,11 @@ class EpsilonGreedy(AlgorithmBase):
     """Acting by the values of actions: the best one, or with probability epsilon a random one."""
 
     value_based = True
+    config: ResolvedConfig
 
     def __init__(self, config: ResolvedConfig, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
         super().__init__(config, spec, compute, seed)
-        self.config, self.spec, self.q = config, spec, config.q
+        self.q = config.q
         self.sampled = config.q.eval_epsilon  # share of random actions
 
     def gauges(self) -> dict[str, float]:

@@ -116,7 +116,7 @@ class R2D2(QLearning[Sequences]):
 
     def _targets(self, reward: Tensor, after: Tensor, terminated: Tensor, mask: Tensor) -> Tensor:
         """Value targets `[T, n]`; `after` `[T+1, n]`: the target network's values of the greedy actions."""
-        total, discount, row = n_step_targets(reward, after, terminated, mask, self.config.algo.gamma, self.q.n_step)
+        total, discount, row = n_step_targets(reward, terminated, mask, self.config.algo.gamma, self.q.n_step)
         real = unscale(after) if self.config.r2d2.rescale else after
         wanted = total + discount * real.gather(0, row)
         return rescale(wanted) if self.config.r2d2.rescale else wanted

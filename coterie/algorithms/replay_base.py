@@ -91,11 +91,12 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
     """
 
     has_replay = True
+    config: ResolvedConfig
     batch_axis: ClassVar[int] = 0  # of what `look_ahead` returns
 
     def __init__(self, config: ResolvedConfig, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
         super().__init__(config, spec, compute, seed)
-        self.config, self.spec, self.q = config, spec, config.q
+        self.q = config.q
         self.batch_rows = config.q.batch_size * self.rows_per_sample(config)  # env steps that a batch trains on
         self.chunk = max(1, self.chunk // self.rows_per_sample(config)) if self.chunk else 0  # samples of a part
         self.team = Team(compute.threads)  # looks ahead
@@ -262,7 +263,6 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
         saves = self.config.replay.save and self.lender is None
         replay = self.replay.state_dict() if self.replay is not None and saves else {}
         return {
-            "entropy_adjustment": torch.zeros(1, dtype=torch.float64),  # part of the format of checkpoints
             **super().state_dict(),
             **{f"target/{k}": x for k, x in target.items()},
             **replay,

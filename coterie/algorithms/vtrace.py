@@ -114,6 +114,10 @@ class VTrace(A2C):
         return (config.vtrace, _rollouts(config) if config.vtrace.minibatch or config.vtrace.replay_capacity else 0)
 
     @staticmethod
+    def replays_rollouts(config: Config) -> bool:
+        return config.vtrace.replay_capacity > 0
+
+    @staticmethod
     def updates(config: Config, columns: int, unroll: int) -> tuple[float, float]:
         new, old = _shares(config, columns)
         return columns // new, (new + old) * unroll

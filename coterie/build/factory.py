@@ -147,7 +147,7 @@ def stated_lag(config: ResolvedConfig) -> str:
         return f"{stated} of its own, without a bound on those of other learners"
     if kind.has_replay:
         return f"{stated}, more for replayed samples"
-    more = ", more for replayed rollouts" if config.algorithm == "vtrace" and config.vtrace.replay_capacity else ""
+    more = ", more for replayed rollouts" if kind.replays_rollouts(config) else ""
     return stated + (f" (and {updates - 1} within a batch)" if updates > 1 else "") + more
 
 

@@ -17,17 +17,18 @@ def unused(options: Iterable[str], config: Config, spec: Spec) -> Iterator[tuple
     if config.plugins != Plugins():  # parts of the user's may use all
         return
     core, whole = config.model.core, not config.model.network
+    own = not whole or ":" in core  # a network or core of the user's, which gets the whole section
     mlp = any(":" in config.model.torso or torso_of(o, config.model) == "mlp" for o in spec.obs.values())
     adam = config.optim.rule.startswith("adam")
     fields = {
         "atari": (any(map(is_atari, tasks(config.env.id))), "one of EnvPool's Atari games"),
-        **dict.fromkeys(("model.hidden", "model.activation"), (mlp, "the torso mlp")),
+        **dict.fromkeys(("model.hidden", "model.activation"), (mlp or own, "the torso mlp")),
         **dict.fromkeys(
             ("model.torso", "model.core", "model.share", "model.last_action_reward"), (whole, "no model.network")
         ),
-        "model.core_size": (core != "none", "model.core"),
-        "model.forget_bias": (core == "lstm", "model.core lstm"),
-        **{f"model.core_{name}": (core == "gtrxl", "model.core gtrxl") for name in ("layers", "heads", "memory")},
+        "model.core_size": (core != "none" or own, "model.core"),
+        "model.forget_bias": (core == "lstm" or own, "model.core lstm"),
+        **{f"model.core_{x}": (core == "gtrxl" or own, "model.core gtrxl") for x in ("layers", "heads", "memory")},
         "model.init_log_std": (bool(spec.action.low), "continuous actions"),
         "optim.alpha": (not adam, "optim.rule rmsprop or rmsprop_tf"),
         **dict.fromkeys(("optim.beta1", "optim.beta2"), (adam, "optim.rule adam or adam_eps_hat")),

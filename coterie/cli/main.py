@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
 import json
 import os
@@ -30,7 +29,7 @@ from coterie.parallel.processes import start_server
 from coterie.parallel.signals import on_signals
 from coterie.plugins import typed_in
 from coterie.runs.starting import Starting
-from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
+from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError, unknown
 
 
 def train(options: Namespace, rest: list[str]) -> int:
@@ -103,6 +102,7 @@ def _starts(step: str, options: Namespace) -> Iterator[Starting]:
 def _report(summary: dict[str, Any]) -> int:
     folder, mean = summary["folder"], summary["mean_return"]
     interrupted = summary["status"] == "interrupted"
+    steps = "" if interrupted else " --steps N" + "  # its callback may end it again" * bool(summary["reason"])
     print(
         f"{summary['status']}: {summary['env_steps']:,} env steps in {summary['seconds']:.0f} s, "
         f"mean return {'-' if mean is None or mean != mean else f'{mean:.1f}'} over the last episodes"
@@ -110,7 +110,7 @@ def _report(summary: dict[str, Any]) -> int:
     if interrupted:
         print(f"{summary['reason']}: checkpoint written")
     print(f"evaluate: coterie eval {folder}")
-    print(f"resume:   coterie resume {folder}" + ("" if interrupted else " --steps N"))
+    print(f"resume:   coterie resume {folder}{steps}")
     print(f"watch:    coterie watch {folder}  # an mp4, if the env draws frames")
     return EXIT_INTERRUPTED if interrupted else 0
 
@@ -197,6 +197,7 @@ def work(options: Namespace, rest: list[str]) -> int:
             raise Stopped
 
     report = partial(print, flush=True)
+    report(f"connecting to {options.connect}")
     try:
         with on_signals(signals.append):
             (run_env_host if options.command == "envs" else run_actor)(config, endpoint, Worker(report, leave))
@@ -239,9 +240,7 @@ def run(args: list[str], begin: float = 0.0) -> int:
     """Run a command line. Raises `CoterieError`, or `ConfigError` for bad usage. `begin`: when it was typed."""
     name, words = args[0], args[1:]
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"command: {name!r} is unknown; {hint}commands are {', '.join(COMMANDS)}")
+        raise unknown("command", name, COMMANDS, f"commands are {', '.join(COMMANDS)}")
     settings = COMMANDS[name].settings
     if settings and not {"-h", "--help"}.isdisjoint(words):
         from coterie.cli.help import settings_help

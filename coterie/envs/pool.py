@@ -68,7 +68,7 @@ def _is_doom(env_id: str) -> bool:
     return modules().get(env_id) == "vizdoom"
 
 
-def _options(env: config.Env, atari: config.Atari, training: bool) -> dict[str, Any]:
+def _options(env: config.Env, atari: config.Atari) -> dict[str, Any]:
     """What EnvPool's constructor takes, besides counts and seeds."""
     options: dict[str, Any] = {}
     if is_atari(env.id):
@@ -143,7 +143,7 @@ def pool_declared(env: config.Env, atari: config.Atari) -> Declared:
     """What an EnvPool environment takes and gives; nothing is started."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # gymnasium on the precision of the bounds that EnvPool declares
-        found = _guarded(env.id, import_envpool().make_spec, _options(env, atari, True))
+        found = _guarded(env.id, import_envpool().make_spec, _options(env, atari))
         if found.config.max_num_players > 1 or len(found.action_array_spec) != 3:
             raise ConfigError(f"env.id {env.id!r} has several players or actions; Coterie runs envs with one of each")
         frames = found.config.frame_skip if is_atari(env.id) or _is_doom(env.id) else 1
@@ -166,7 +166,7 @@ class PoolBackend(Backend):
     ) -> None:
         super().__init__(pool_declared(env, atari), n := len(seeds))
         counts = {"num_envs": n, "batch_size": n, "num_threads": min(threads, n), "env_seed": list(seeds)}
-        options = {**_options(env, atari, training), **counts}
+        options = {**_options(env, atari), **counts}
         if render:
             options["render_mode"] = "rgb_array"
         self._pool = _guarded(env.id, functools.partial(import_envpool().make, env_type="gymnasium"), options)

@@ -32,7 +32,7 @@ from coterie.parallel.shm import SharedArrays
 from coterie.types import Array, ConfigError, CoterieError
 
 _START_S = 60.0  # for a worker to start, on top of the time-out
-_LOOK_S = 1.0  # between two looks at the clock while the workers are silent
+_POLL_S = 1.0  # between checks of the clock while the workers are silent
 _CLOSE_S = 3.0  # for all workers to close their envs; then they are killed
 
 
@@ -157,10 +157,11 @@ class WorkerBackend(Backend):
         while waiting := {x.conn: (w, x) for w, x in enumerate(self._workers) if x is not None and x.answers}:
             starting = any(not x.ready for _, x in waiting.values())
             left = begin + self._env.timeout + _START_S * starting - awake()
-            readable = wait(list(waiting), min(max(left, 0), _LOOK_S))
+            readable = wait(list(waiting), min(max(left, 0), _POLL_S))
             if not readable and left <= 0:
+                more = f" and {_START_S:g} s to start" if starting else ""
                 for w, x in waiting.values():
-                    failed |= self._bury(w, x, f"no answer in env.timeout {self._env.timeout:g} s")
+                    failed |= self._bury(w, x, f"no answer in env.timeout {self._env.timeout:g} s{more}")
             for conn in readable:
                 w, x = waiting[conn]  # type: ignore[index]
                 try:

@@ -79,7 +79,7 @@ class Exchange(Protocol):
         return self
 
     def agree(self, order: bool, stop: bool) -> tuple[bool, bool]:
-        """Whether all learners obey an order, and stop, after this rollout."""
+        """Whether all learners carry out an order, and whether they stop, after this rollout."""
         return order, stop
 
     def gauges(self) -> dict[str, float]:

@@ -122,10 +122,10 @@ class Gossip(Solo):
         begin = awake()
         if self.tau == 0:  # lockstep: publish what has not been mixed yet, then mix
             self._wait(lambda: self.publish(params), "an out-peer has not read the last message", begin)
-            self._wait(lambda: self.receive(params), "no message from an in-peer", begin)
+            self._wait(lambda: self.receive(), "no message from an in-peer", begin)
         else:
             self.skipped_messages += not self.publish(params)
-            if not self.receive(params) and 0 < self.tau < self.due:
+            if not self.receive() and 0 < self.tau < self.due:
                 self._wait(lambda: self._publish_and_receive(params), "no message from an in-peer", begin)
         self.waited += awake() - begin
         self.note("mix", self.sent, self.taken)
@@ -134,7 +134,7 @@ class Gossip(Solo):
 
     def _publish_and_receive(self, params: FlatParams) -> bool:
         self.publish(params)  # a peer may be waiting for this very message
-        return self.receive(params)
+        return self.receive()
 
     def _wait(self, done: Callable[[], bool], what: str, begin: float) -> None:
         with self.board.blocked(self.rank):
@@ -160,7 +160,7 @@ class Gossip(Solo):
         self.sent.append(number)
         return True
 
-    def receive(self, params: FlatParams) -> bool:
+    def receive(self) -> bool:
         """Average with the in-peers' messages for this mix, if all have arrived."""
         i, number = self.rank, int(self.mixed[self.rank])
         expected = list[int]()

@@ -15,7 +15,7 @@ from coterie.exchange.gossip import Gossip
 from coterie.flight.life import Life, RecordEnds
 from coterie.parallel.params import FlatParams
 
-_WAIT_S = 1.0  # between two looks at whether another thread has ended
+_WAIT_S = 1.0  # between checks whether another thread has ended
 
 
 class Messages:

@@ -20,7 +20,7 @@ from coterie.parallel.shm import SharedArrays, fence
 from coterie.types import Array, CoterieError
 
 _SHORT = 4096  # numbers that each learner adds up by itself, as it does with one other learner: it saves a meeting
-_LEAST_S, _MOST_S = 5e-5, 2e-3  # between two looks at the others
+_LEAST_S, _MOST_S = 5e-5, 2e-3  # between polls of the others
 
 
 def memory_for_sums(learners: int, tensors: Sequence[Tensor]) -> SharedArrays:

@@ -133,7 +133,7 @@ def read_life(path: Path) -> Life:
             break
         lines += map(json.loads, zlib.decompress(body).decode().split("\n"))
         at += _HEAD.size + size
-    with suppress(OSError):
+    with suppress(OSError, ValueError):  # an empty tail: its process was killed meanwhile, or the disk is full
         length, *more = _tail(path).read_bytes().split(b"\n")[:-1]
         lines += map(json.loads, more if int(length) == at else ())
         damaged |= int(length) > at

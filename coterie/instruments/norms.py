@@ -33,6 +33,7 @@ class Norms(Observer):
         self._cosine("half", self._gradient(algorithm, batch.half()), whole)
         if self.policy is not None:
             self.policy.clock = algorithm.clock
+            self.policy.load_state_dict(algorithm.state_dict())  # an adapted entropy bonus, for example
             half = self._gradient(self.policy, batch.half())
             self._cosine("half_policy", half, self._gradient(self.policy, batch))
 

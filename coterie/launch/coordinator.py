@@ -12,6 +12,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,10 @@ class Coordinator:
         reached = 0 if state is None else max((line["env_steps"] for line in read_metrics(folder)), default=0)
         self.ledger = Ledger(config, spec, board, state, reached)
         self.next_eval = config.eval.every if state is None else state["next_eval"]
-        self.writer = RunWriter(folder, config, None if state is None else state["env_steps"])
         title = " x ".join((config.preset or config.algorithm, label(config.env.id), config.acting, config.exchange))
         self.display = Display(config.steps, title, self.ledger.begin_steps, quiet, starting=starting)
-        self.writer.say = self.display.note
+        self._make_writer = partial(RunWriter, folder, config, say=self.display.note)
+        self.writer = self._make_writer(None if state is None else state["env_steps"])
         self.members = set(range(self.learners))  # learners that take part in a checkpoint
         self.idle: set[int] = set()  # learners that have ended their training
         self.order: int | None = None  # number of the order that is being carried out
@@ -248,7 +249,7 @@ class Coordinator:
             self.order, self.saved, self.scores = None, {}, None
             self.members, self.idle, self.next_eval = set(range(self.learners)), set(), back["next_eval"]
             self.writer.close()
-            self.writer = RunWriter(self.folder, self.config, back["env_steps"])  # drops the lines after the checkpoint
+            self.writer = self._make_writer(back["env_steps"])  # drops the lines after the checkpoint
         self.ledger.board = board
         self.ledger.readers = readers
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -193,8 +194,9 @@ def _check(config: ResolvedConfig, spec: Spec) -> None:
     check(config, spec)
     resolve_resources(config, spec)
     algorithm_class(config).check_data(config, spec)
-    rows = (algorithm_class(config).unroll_length(config) + 1) * config.env.num_envs * config.learners
-    field = "ppo.batch_size" if config.ppo.batch_size and config.algorithm == "ppo" else "algo.unroll_length"
+    unroll = algorithm_class(config).unroll_length(config)
+    rows = (unroll + 1) * config.env.num_envs * config.learners
+    field = "algo.unroll_length" if unroll == config.algo.unroll_length else "ppo.batch_size"
     require_room(field, rows * spec.obs_bytes, f"rollouts of {rows:,} observations")
     if need := algorithm_class(config).replay_bytes(config, spec) * config.learners:
         require_room("replay.capacity", need, f"{config.replay.capacity:,} env steps", config.replay.disk)
@@ -204,7 +206,7 @@ def _saved(asked: Config, folder: Path) -> tuple[Path, dict[str, Any], str]:
     """The checkpoint that a run goes on from, its state, and a line for the user."""
     if (saved := checkpoint.latest(folder / "checkpoints")) is None:
         raise CoterieError(f"{folder} has no complete checkpoint to resume from; start it again with another --out")
-    state = checkpoint.load(saved, asked.log.stall / 2)[1]
+    state = checkpoint.load_state(saved, asked.log.stall / 2, whole=True)
     if state["env_steps"] >= asked.steps:
         raise ConfigError(f"--steps: the run already has {state['env_steps']:,} env steps; give a larger total")
     check_spec(folder, asked)
@@ -293,8 +295,5 @@ def _link(
 def _new_folder(config: Config) -> Path:
     name = file_name(f"{config.preset or config.algorithm}-{label(config.env.id)}-s{config.seed}")
     base = Path("runs") / f"{name}-{time.strftime('%m%d-%H%M%S')}"
-    path, n = base, 1
-    while path.exists():
-        n += 1
-        path = base.with_name(f"{base.name}-{n}")
-    return path
+    others = (base.with_name(f"{base.name}-{n}") for n in count(2))
+    return next(path for path in chain([base], others) if not path.exists())

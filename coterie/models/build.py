@@ -231,6 +231,10 @@ class Network(nn.Module):
 
 def try_out(model: Network) -> None:
     """A forward pass of 2 x 3 rows of zeros. Raises a `ConfigError` where parts of the user's cannot work."""
+    for name, part in model.named_modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd) and part.p:
+            why = "the probabilities in training would not be those of acting"
+            raise ConfigError(f"model: {name} is {type(part).__name__}, which is not supported: {why}")
     spec, rows = model.spec, (2, 3)
     obs = {k: torch.zeros(*rows, *s.shape, dtype=getattr(torch, s.dtype)) for k, s in spec.obs.items()}
     action = torch.zeros(*rows, *spec.action.shape, dtype=getattr(torch, spec.action.dtype))

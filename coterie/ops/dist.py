@@ -20,12 +20,14 @@ from coterie.types import ActionSpec
 
 ILLEGAL = -1e30  # logit of no action: probability 0, and 0 times its log-probability is still 0
 _LOG_2PI = math.log(2 * math.pi)
+_TINY = torch.finfo(torch.float32).tiny
 
 
 def _race(log_probs: Tensor, rng: Generator | None) -> Tensor:
     """An index of the last axis (kept, size 1): the first of exponential clocks with rates `exp(log_probs)` to ring."""
-    # -log(uniform) rather than exponential_: twice as fast on the CPU, and never 0
-    arrival = torch.empty_like(log_probs).uniform_(generator=rng).log_().neg_()
+    # -log(uniform) rather than exponential_: twice as fast on the CPU, and never 0. Nor infinite, which would be later
+    # than an illegal choice.
+    arrival = torch.empty_like(log_probs).uniform_(_TINY, 1.0, generator=rng).log_().neg_()
     return arrival.log_().sub_(log_probs).argmin(-1, True)
 
 

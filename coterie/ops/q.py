@@ -64,15 +64,13 @@ def huber(error: Tensor, delta: float) -> Tensor:
 
 @torch.no_grad()
 def n_step_targets(
-    reward: Tensor, value: Tensor, terminated: Tensor, mask: Tensor, gamma: float, n: int
+    reward: Tensor, terminated: Tensor, mask: Tensor, gamma: float, n: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Within a rollout: sum of rewards `[T, B]`, discount of what follows, and the row of that (`[T, B]` int64).
 
     The sum goes over at most `n` steps and stops at an episode's end, a masked row, or the rollout's last row.
-    `value` is there for its shape `[T+1, B]` only.
     """
     t = len(reward)
-    assert value.shape[0] == t + 1, (value.shape, reward.shape)
     ends = terminated.clone()
     ends[:-1] |= ~mask[1:]  # the fake step after an end, or an env that was replaced: the window stops before it
     total, factor = torch.zeros_like(reward), torch.ones_like(reward)

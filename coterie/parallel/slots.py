@@ -31,7 +31,7 @@ def columns_of(fields: Mapping[str, Tensor], first: int, count: int) -> dict[str
 class Slots(InSharedMemory):
     """`batches` times the arrays of `layout`, whose columns are axis 1 (axis 0 of those in `_PLAIN`).
 
-    `producers`: the number whose deliveries `delivered` knows.
+    `producers`: whose deliveries are counted.
     """
 
     def __init__(self, layout: Layout, batches: int, batch_size: int, width: int, producers: int = 1) -> None:
@@ -101,7 +101,7 @@ class Slots(InSharedMemory):
 
     def promise(self, producer: int, at: tuple[int, int], rows: int) -> None:
         """Producer: with this slot it will have delivered `rows` in all. It may be killed before it has counted them;
-        `delivered` knows whether it filled the slot.
+        `delivered` counts them only if it filled the slot.
         """
         promise = self.promised[producer]
         promise[1] = np.iinfo(np.int64).max  # the ticket of no slot: half a promise does not count

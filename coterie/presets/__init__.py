@@ -6,7 +6,6 @@ field can be overridden: `ppo(env="Pong-v5", optim={"lr": 1e-3}, **{"algo.gamma"
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,7 +17,7 @@ from coterie.presets.actor_critic import a2c, a3c, a3c_paper, a3c_store, appo, b
 from coterie.presets.common import known_spec
 from coterie.presets.value import apex_dqn, c51, c51_2048, dqn, dqn_512, dqn_async, rainbow, rainbow_512, sac, seed_r2d2
 from coterie.presets.vtrace import impala, impala_deep, seed_football, seed_vtrace
-from coterie.types import ConfigError, Spec
+from coterie.types import ConfigError, Spec, unknown
 
 __all__ = [  # noqa: RUF022 - in the order of `PRESETS`, of messages and of pages
     "a2c", "ppo", "ppo_paper", "a3c", "a3c_paper", "a3c_store", "impala", "impala_deep", "seed_vtrace", "seed_football",
@@ -39,10 +38,7 @@ def make(name: str, env: Part = "", spec: Spec | None = None, **overrides: Any) 
     """
     preset = partial(call, "preset", name) if ":" in name else PRESETS.get(name)
     if preset is None:
-        near = difflib.get_close_matches(name, PRESETS, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        known = f"presets are {', '.join(PRESETS)}, or package.module:function"
-        raise ConfigError(f"preset: {name!r} is unknown; {hint}{known}")
+        raise unknown("preset", name, PRESETS, f"presets are {', '.join(PRESETS)}, or package.module:function")
     if env != "" and "env.id" in overrides:
         raise ConfigError("env.id: the env is given twice, as env, too")
     if ":" in name and isinstance(named("preset", name), type):

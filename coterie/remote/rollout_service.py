@@ -93,7 +93,8 @@ class RolloutService:
         self._changed = threading.Condition()
         self._newest: tuple[int, dict[str, Array]] = (-1, {})  # weights as they are sent, read once for all clients
         self._closed = False
-        self._thread = threading.Thread(target=self._work, name="coterie-rollouts", daemon=True)
+        self.error: BaseException | None = None  # what has ended the thread
+        self._thread = threading.Thread(target=self._run, name="coterie-rollouts", daemon=True)
         self._thread.start()
 
     def push(self, hello: Any) -> ServiceStream:
@@ -161,6 +162,12 @@ class RolloutService:
                 return None
             stream = next(iter(self.waiting))
             return stream, *self.waiting.pop(stream)
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self.error = error
 
     def _work(self) -> None:
         while (item := self._next()) is not None:

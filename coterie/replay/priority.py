@@ -13,7 +13,7 @@ import numpy as np
 
 from coterie.types import Array, CoterieError
 
-LEAST = 1e-6  # lowest priority: samples without error may still be drawn
+LEAST = 1e-6  # lowest priority: rows without error may still be sampled
 _WIDTH = 64
 
 
@@ -75,12 +75,12 @@ class Picks:
 
 
 class Priorities:
-    """How likely each of `size` places is drawn; `alpha` 0: all visible ones are equally likely."""
+    """How likely each of `size` places is sampled; `alpha` 0: all visible ones are equally likely."""
 
     def __init__(self, size: int, alpha: float, seed: int) -> None:
         self.tree, self.alpha = SumTree(size), alpha
         self.rng = np.random.default_rng(seed)
-        self.highest = 1.0  # priority so far; new samples get it and are drawn soon
+        self.highest = 1.0  # priority so far; new rows get it and are sampled soon
         self.stamp = np.full(size, -1, np.int64)  # which insertion each place has; the replay writes it
 
     def set(self, index: Array, priority: Array) -> None:
@@ -90,13 +90,13 @@ class Priorities:
             self.tree.set(index, np.where(priority > 0, priority**self.alpha, 0.0) if self.alpha != 1 else priority)
 
     def hide(self, index: Array) -> None:
-        """Exclude these places from draws until they are set again."""
+        """Exclude these places from sampling until they are set again."""
         self.tree.set(index, 0.0)
 
     def draw(self, count: int, beta: float = 0.0, rng: np.random.Generator | None = None) -> Picks:
         """`count` places, one from each of as many equal shares of the whole, and their importance weights
         (N P(i))^-beta over the largest of them, float32. `rng`: a separate generator, so that a second reader does not
-        change the owner's draws.
+        change what the owner samples.
         """
         total = self.tree.total
         index = self.tree.find((np.arange(count) + (rng or self.rng).random(count)) * (total / count))
@@ -105,7 +105,7 @@ class Priorities:
         return Picks(index, self.stamp[index], (weight / weight.max()).astype(np.float32))
 
     def update(self, picks: Picks, priority: Array) -> None:
-        """New priorities `[k]` of drawn samples, except those that were overwritten or hidden since. A NaN leaves the
+        """New priorities `[k]` of samples, except those that were overwritten or hidden since. A NaN leaves the
         old one.
         """
         at, first = np.unique(picks.index, return_index=True)

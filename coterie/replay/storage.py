@@ -198,7 +198,7 @@ class EnvReplay(ABC):
 
     @property
     def size(self) -> int:
-        """Samples that may be drawn."""
+        """Rows that may be sampled."""
         return self.priorities.tree.filled
 
     def add(self, rollout: Rollout, reward: Array) -> None:

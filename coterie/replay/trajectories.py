@@ -36,15 +36,15 @@ class TrajectoryReplay:
         self.size = min(self.capacity, self.size + columns)
 
     def sample(self, columns: int, like: Rollout) -> Rollout:
-        """`columns` columns, drawn uniformly and with replacement, as a rollout on the device of `like`."""
+        """`columns` columns, sampled uniformly and with replacement, as a rollout on the device of `like`."""
         which = torch.randint(self.size, (columns,), generator=self.rng)
         device = like.reward.device
         fields = zip(self.kept, _fields(like), strict=True)
-        drawn = iter([kept.index_select(axis, which).to(device) for kept, (axis, _) in fields])
-        obs = map_obs(lambda x: next(drawn), like.obs)
-        values = {name: next(drawn) for name in _NAMES}
+        sampled = iter([kept.index_select(axis, which).to(device) for kept, (axis, _) in fields])
+        obs = map_obs(lambda x: next(sampled), like.obs)
+        values = {name: next(sampled) for name in _NAMES}
         values |= {"action": values["prev_action"][1:], "reward": values["prev_reward"][1:]}
-        core = None if like.core_state is None else next(drawn)
+        core = None if like.core_state is None else next(sampled)
         return replace(like, obs=obs, core_state=core, episodes=[], episode_env=[], origins=[], **values)
 
 

@@ -1,7 +1,7 @@
 """Transitions by env: the row that follows a row is the next one in its env's ring.
 
 Of a frame stack only the newest frame is stored; the stack is rebuilt when a row is read. n-step returns are computed
-then, too. A row may be drawn once its n steps are stored, and until a row that it needs is overwritten.
+then, too. A row may be sampled once its n steps are stored, and until a row that it needs is overwritten.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class TransitionReplay(EnvReplay):
         self._show(env, t)
 
     def _close(self, env: Array) -> None:
-        """End a segment: its last observation stays, as a row that is never drawn."""
+        """End a segment: its last observation stays, as a row that is never sampled."""
         at = self._at(env, self.count[env])
         self._cut(self._at(env, self.count[env] - 1))
         self.after[at], self.valid[at] = CUT, False

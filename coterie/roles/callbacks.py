@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -125,7 +126,10 @@ class Run:
         """Make `value` the metric `custom/NAME` of each line of metrics until the next call, and of one after the last
         call of the run.
         """
-        self.recorded[f"custom/{name}"] = float(value)
+        try:
+            self.recorded[f"custom/{name}"] = float(value)
+        except (TypeError, ValueError):
+            raise TypeError(f"record({name!r}): {value!r} is not a number") from None
 
     def set_env(self, name: str, value: Any) -> None:
         """Set an attribute of all envs that the run trains on, now and later, before their next step. `value`: plain
@@ -168,7 +172,7 @@ class Callbacks:
             self.run.log("on_checkpoint was not called for the last checkpoint: the disk does not answer")
         self.call("on_end")
         written = self.run.metrics if self.run.recorded else {}
-        if new := {name: x for name, x in self.run.recorded.items() if written.get(name) != x}:
+        if new := {name: x for name, x in self.run.recorded.items() if math.isfinite(x) and written.get(name) != x}:
             self._post("recorded", new)
 
     def call(self, hook: str, *args: Any) -> list[tuple[str, Any]]:

@@ -1,6 +1,6 @@
 """The child processes of a run: learners, and actors or env hosts.
 
-After each rollout a learner counts and reports, and it obeys orders. Its parent (the same process, or that of several
+After each rollout a learner counts, reports and carries out orders. Its parent (the same process, or that of several
 learners) gives orders on the board and takes messages by `post`.
 """
 
@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -127,7 +127,7 @@ class Service:
         return self.board.order[0] > self.done
 
     def run(self) -> None:
-        """Train to the end of the run, then obey orders until the last one."""
+        """Train to the end of the run, then carry out orders until the last one."""
         self.post("note", self.learner.describe())
         self._start_callbacks()
         # Given before the learners began: the checkpoint at step 0. One that rejoins has no weights worth saving yet.
@@ -137,6 +137,12 @@ class Service:
             self.learner.run(self.after_rollout)
         except PeerLost:
             self._save_for_all()
+            raise
+        except Exception:
+            with suppress(Exception):  # which envs were replaced, for example
+                self.learner.write_counts()
+                for line in self.learner.news().failures:
+                    self.post("said", line)
             raise
         self.learner.write_counts()  # env hosts go on during the training on the last rollout
         self.report()

@@ -67,12 +67,19 @@ class LearnerProcess:
         self.config = config
         self.spec = make_spec(config.env, config.atari)
         check(config, self.spec)
-        self.resources = resources = resolve_resources(config, self.spec, context.gpu)
-        if resources.device.type == "cuda":
-            torch.cuda.set_device(resources.device)
-        # In a replay, learners are threads of one process, and `Replay.run` sets it for all.
-        self._restore_torch = set_torch(config.deterministic and context.life is None)
+        self.resources = resolve_resources(config, self.spec, context.gpu)
+        if self.resources.device.type == "cuda":
+            torch.cuda.set_device(self.resources.device)
         keep_freed_memory()
+        with ExitStack() as made:  # closed where a part cannot be made
+            # In a replay, learners are threads of one process, and `Replay.run` sets it for all.
+            made.callback(set_torch(config.deterministic and context.life is None))
+            self._make(incarnation, made)
+            self.close = made.pop_all().close
+
+    def _make(self, incarnation: int, made: ExitStack) -> None:
+        """Make the parts; `made` closes them."""
+        config, context, resources = self.config, self.context, self.resources
         self.model = first_model(config, self.spec, incarnation).to(resources.device)
         self.params = FlatParams(self.model)
         self.algorithm = make_algorithm(config, self.spec, resources.compute, context.rank)
@@ -80,11 +87,13 @@ class LearnerProcess:
         self._counts_lock, self._outliers_said = threading.Lock(), False
         self.before: dict[str, int] = {}  # this learner's counts when it was started
         self.life = LifeRecord(config, context, incarnation)
+        made.callback(self.life.close)
         self.moments = moments = normalizers(config, self.model)
         self.exchange = make_exchange(config, self.params, moments, context, self.life.note)
         self.actor, self.refresh_actor = acting_copy(self.model, resources.dtype)
         self.rngs: list[torch.Generator] = []
         self.servers = Servers(config.wire)
+        made.callback(self.servers.close, over=True)
         first_env = context.rank * config.env.num_envs
         events = EnvEvents(self.life.note, context.life.events if context.life else ())
         share = env_share(config, config, self.spec, incarnation, first_env, context.board, events, resources)
@@ -111,7 +120,12 @@ class LearnerProcess:
         )
         kind = acting_kind(config)
         self.acting: Acting = kind.along(setup) if context.life else kind.connect(setup, context.acting)
+        self._opened = made.enter_context(ExitStack())
+        self._opened.callback(self.acting.close)
+        for server in self.servers.open:  # before: env hosts receive the end before their actions stop
+            self._opened.callback(server.close)
         self.trainers = Team(resources.torch_threads if config.model.compile == "none" else 1)
+        made.callback(self.trainers.close)
         compute = autocast(resources.device, resources.dtype)
         self.gradients = Gradients(self.model, self.params, self.trainers, compute, resources.record)
         if config.model.compile != "none":  # acting has other shapes, and stays as it is
@@ -248,7 +262,7 @@ class LearnerProcess:
 
     def run(self, on_rollout: Callable[[Rollout], bool]) -> None:
         """Train until `on_rollout` returns True."""
-        with self.exchange, self._open_parts():
+        with self.exchange, self._opened:
             try:
                 learn(self.parts, on_rollout)
                 self.life.end("")
@@ -256,20 +270,6 @@ class LearnerProcess:
                 self.life.end(one_line(error))
                 self.servers.close(over=False)  # only this learner ends, and not the run: its clients reconnect
                 raise
-
-    def _open_parts(self) -> ExitStack:
-        """Everything to close after training, in order: env hosts receive the end before their actions stop."""
-        parts = ExitStack()
-        parts.callback(self.acting.close)
-        for server in self.servers.open:
-            parts.callback(server.close)
-        return parts
-
-    def close(self) -> None:
-        self.life.close()
-        self.trainers.close()
-        self._open_parts().close()
-        self._restore_torch()
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Everything that a checkpoint must hold besides counters."""

@@ -116,14 +116,22 @@ def load(path: Path, seconds: float = 450.0) -> tuple[Tensors, dict[str, Any]]:
     return read(path, partial(_load, path, lambda state: ""), seconds)
 
 
-def _load(path: Path, folder: Callable[[dict[str, Any]], str]) -> tuple[Tensors, dict[str, Any]]:
-    """The state, and the tensors in the folder that is chosen by it."""
+def load_state(path: Path, seconds: float = 450.0, whole: bool = False) -> dict[str, Any]:
+    """The state of a checkpoint, without its tensors. `whole`: verify all files, as `load` does, and not only its."""
+    return read(path, partial(_load, path, lambda state: None, whole), seconds)[1]
+
+
+def _load(path: Path, folder: Callable[[Any], str | None], whole: bool = False) -> tuple[Tensors, dict[str, Any]]:
+    """The state, and the tensors in the folder that is chosen by it; None: no tensors."""
     try:
+        if whole:
+            verify(path)
         files = read_manifest(path)
         state = json.loads(read_file(path, "state.json", files))
         of = folder(state)
         # From bytes, not mapped: the tensors are used while this very checkpoint may be pruned or replaced.
-        names = [n.removesuffix(".safetensors") for n in files if n.startswith(of) and n.endswith(".safetensors")]
+        inside = [] if of is None else [n for n in files if n.startswith(of)]
+        names = [n.removesuffix(".safetensors") for n in inside if n.endswith(".safetensors")]
         return {n: from_bytes(read_file(path, f"{n}.safetensors", files)) for n in names}, state
     except (*DAMAGE, SafetensorError) as error:
         older = sorted((p for p in _complete(path.parent) if _age(p) < _age(path)), key=_age, reverse=True)

@@ -53,8 +53,7 @@ def answered(call: Callable[[], T], seconds: float = ANSWER_S) -> T:
     thread = threading.Thread(target=work, name="coterie-disk", daemon=True)
     thread.start()
     end = awake() + seconds
-    while not future.done():
-        wait([future], 0.5)
+    while not wait([future], 0.5).done:
         if awake() > end:
             with _given_up_lock:
                 _given_up.append(thread)

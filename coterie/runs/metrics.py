@@ -79,12 +79,14 @@ class Episodes:
 
 class RunWriter:
     """Writes a run's files. `resume_env_steps`: of the checkpoint that the run resumes from. Drops the lines of
-    metrics.jsonl after it, so that env steps only ever increase.
+    metrics.jsonl after it, so that env steps only ever increase. `say` shows the user a line.
     """
 
-    def __init__(self, folder: Path, config: Config, resume_env_steps: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, config: Config, resume_env_steps: int | None = None, say: Callable[[str], None] = print
+    ) -> None:
         self.folder, self._config, self._resumed_at = folder, config, resume_env_steps
-        self.say: Callable[[str], None] = print
+        self.say = say
         self._reasons = set[str]()  # why lines could not be written
         self._open = ExitStack()  # closes the others if closing one fails
         self._wandb = _wandb(folder, config) if config.log.wandb else None
@@ -188,7 +190,7 @@ def _describe(config: Config, events: SummaryWriter) -> None:
 
 
 def _wandb(folder: Path, config: Config) -> Any:
-    """The run's page. W&B's own variables, such as `WANDB_MODE=offline`, are obeyed."""
+    """The run's page. W&B's own variables, such as `WANDB_MODE=offline`, apply."""
     with needs("log.wandb", "wandb"):
         import wandb
     # The id depends on the folder only, so that a resumed run continues its page.

@@ -38,7 +38,7 @@ class SelfPlay(Callback):
         """Rate the games that have ended."""
         if time.monotonic() < self.read_at:
             return
-        self.read_at = time.monotonic() + 1.0  # seconds between two looks
+        self.read_at = time.monotonic() + 1.0  # at most once a second
         with self.kept_going(run, "rated"):
             self._rate(run)
 

@@ -244,9 +244,9 @@ def complete(folder: Path) -> bool:
     newest = checkpoint.latest(folder / "checkpoints")
     if newest is None:
         return False
-    with suppress(OSError, ValueError, KeyError):  # killed between its last checkpoint and its summary
+    with suppress(CoterieError, OSError, ValueError, KeyError):  # killed between its last checkpoint and its summary
         steps = json.loads((folder / "config.json").read_text())["steps"]
-        return bool(json.loads((newest / "state.json").read_text())["env_steps"] >= steps)
+        return bool(checkpoint.load_state(newest)["env_steps"] >= steps)
     return False
 
 

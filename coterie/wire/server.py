@@ -18,8 +18,8 @@ import socket
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Any
 
@@ -38,7 +38,7 @@ _GRACE_S = 1.0  # for streams to end by themselves
 _START_S = 30.0
 _IDLE_MS = 10_000  # that a connection may be without a stream
 _WATCH_S = 0.5
-_LOOKS = 5  # in that time, while a client has not proven that it knows the token
+_POLLS = 5  # in that time, while a client has not proven that it knows the token
 _STRANGERS_BYTES = 1 << 18  # of a connection before that: a few first frames
 _LEAST = 0.1  # of the time for a handshake, where many of one address wait
 _REASON = 400  # characters of a reason: it travels in a header, of which gRPC takes 8 KiB
@@ -58,6 +58,16 @@ def _received(connection: socket.socket) -> int:
     with suppress(AttributeError, OSError):
         return int.from_bytes(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)[128:], sys.byteorder)
     return 0
+
+
+@contextmanager
+def _borrowed(descriptor: str) -> Iterator[socket.socket]:
+    """A socket of gRPC's, left open at the end. Not a copy of it, since closing one would release file locks."""
+    connection = socket.socket(fileno=int(descriptor))
+    try:
+        yield connection
+    finally:
+        connection.detach()
 
 
 class Server:
@@ -162,8 +172,8 @@ class Server:
         """
         since = dict[str, int]()  # by peer: when a connection without a stream was seen first
         for tick in count():
-            await asyncio.sleep(_WATCH_S / _LOOKS)
-            if tick % _LOOKS and not any(self._unproven.values()):
+            await asyncio.sleep(_WATCH_S / _POLLS)
+            if tick % _POLLS and not any(self._unproven.values()):
                 continue
             try:
                 names = os.listdir("/dev/fd")
@@ -172,31 +182,25 @@ class Server:
             admitted, strangers = {one.peer for one in self.open}, dict[str, list[tuple[int, str, str]]]()
             proven, self.proven = self.proven, set(admitted)
             for name in names:
-                with suppress(OSError):  # no connection, or closed meanwhile
-                    connection = socket.socket(fileno=int(name))  # not a copy: closing one would release file locks
-                    try:
-                        if connection.family not in (socket.AF_INET, socket.AF_INET6):
-                            continue
-                        peer = peer_of(connection)
-                        if connection.getsockname()[1] != self.port or peer in admitted:
-                            continue
-                        client = client_name(peer)
-                        strangers.setdefault(client, []).append((since.get(peer, tick), peer, name))
-                        if peer in proven:
-                            self.proven.add(peer)
-                        elif _received(connection) > _STRANGERS_BYTES:
-                            connection.shutdown(socket.SHUT_RDWR)
-                            self._note(client, f"more than {_STRANGERS_BYTES} bytes before it has proven the token")
-                    finally:
-                        connection.detach()
+                with suppress(OSError), _borrowed(name) as connection:  # no connection, or closed meanwhile
+                    if connection.family not in (socket.AF_INET, socket.AF_INET6):
+                        continue
+                    peer = peer_of(connection)
+                    if connection.getsockname()[1] != self.port or peer in admitted:
+                        continue
+                    client = client_name(peer)
+                    strangers.setdefault(client, []).append((since.get(peer, tick), peer, name))
+                    if peer in proven:
+                        self.proven.add(peer)
+                    elif _received(connection) > _STRANGERS_BYTES:
+                        connection.shutdown(socket.SHUT_RDWR)
+                        self._note(client, f"more than {_STRANGERS_BYTES} bytes before it has proven the token")
             since = {peer: first for found in strangers.values() for first, peer, _ in found}
             for found in strangers.values():
                 for first, _, name in sorted(found)[: -self.limits.strangers]:
-                    with suppress(OSError):
-                        connection = socket.socket(fileno=int(name))
-                        if first <= tick - _LOOKS:
+                    if first <= tick - _POLLS:
+                        with suppress(OSError), _borrowed(name) as connection:
                             connection.shutdown(socket.SHUT_RDWR)
-                        connection.detach()
 
     async def _stop(self) -> None:
         streams = list(self.open) if self.over is not None else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import count, islice
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -100,3 +101,11 @@ def test_actors_give_way_to_the_learner():
         next(learner.acting.rollouts(lambda: learner.acting.publish(0)))
         children = psutil.Process().children(recursive=True)
         assert sorted(child.nice() - psutil.Process().nice() for child in children)[-2:] == [5, 5]
+
+
+def test_the_learner_raises_what_has_ended_the_thread_of_remote_rollouts():
+    """And at once, not after the time for a batch, with a message about actors."""
+    with crewed(config()) as learner:
+        learner.acting.remote = SimpleNamespace(error=OSError("no locks left"), close=lambda: None, envs=0, produced=0)
+        with pytest.raises(OSError, match="no locks left"):
+            next(steps(learner))

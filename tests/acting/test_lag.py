@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from coterie.acting.decoupled import worst_lag
 from coterie.acting.window import Window
+from coterie.algorithms.vtrace import VTrace
 from coterie.build.factory import stated_lag
 from coterie.build.resources import resolve_config
 from coterie.build.validity import check
@@ -245,6 +246,10 @@ def test_shared_weights_have_no_bound_and_refuse_one(exchange):
         check(resolve_config(make_config(algorithm="vtrace", max_lag=4, **how)), VECTOR)
 
 
+class OwnVTrace(VTrace):
+    """A user's algorithm."""
+
+
 REPLAY = {"vtrace.replay_capacity": 40, "vtrace.replay_share": 0.5}
 
 
@@ -265,6 +270,10 @@ REPLAY = {"vtrace.replay_capacity": 40, "vtrace.replay_share": 0.5}
         ("up to 0 learner steps", {"algorithm": "vtrace", "acting": "central", "actors": 2, "central.lockstep": True}),
         ("up to 0 learner steps (and 3 within a batch)", {"algorithm": "vtrace", "vtrace.minibatch": 1}),
         ("up to 0 learner steps (and 1 within a batch), more for replayed rollouts", {"algorithm": "vtrace", **REPLAY}),
+        (
+            "up to 0 learner steps (and 1 within a batch), more for replayed rollouts",
+            {"algorithm": "tests.acting.test_lag:OwnVTrace", **REPLAY},
+        ),
         ("up to 0 learner steps, more for replayed samples", {"algorithm": "dqn"}),
     ],
 )

@@ -255,7 +255,7 @@ def test_train_eval_and_bench_print_what_follows(tmp_path, capsys):
     file.write_text('preset = "ppo"\nenv = "Pong-v5"\n')
     assert said not in run(capsys, "train", str(file), "--print-config")[2]
     assert f"evaluate: coterie eval {out}" in text
-    assert f"resume:   coterie resume {out}" in text
+    assert f"resume:   coterie resume {out} --steps N\n" in text
     assert f"watch:    coterie watch {out}" in text
     code, text, _ = run(capsys, "eval", out, "--episodes", "4", "--json")
     result = json.loads(text)

@@ -12,7 +12,7 @@ import pytest
 from coterie import choices, presets
 from coterie.algorithms.table import ALGORITHMS
 from coterie.choices import SECTIONS, uses
-from coterie.cli.main import main
+from coterie.cli.main import _report, main
 from coterie.cli.options import comments, config_of
 from coterie.config import Config
 from coterie.runs.config_io import fields, replace, to_dict
@@ -122,6 +122,8 @@ ATARI, MLP, NET = "one of EnvPool's Atari games", "the torso mlp", "tests.suppor
             ("ppo", "--model.network", NET, "--model.core", "lstm"),
             {"model.core": "no model.network"},
         ),
+        (("ppo", "--model.network", NET, "--model.core-size", "8", "--model.hidden", "8", "--env", "Pong-v5"), {}),
+        (("ppo", "--model.core", "tests.support.networks:Leaky", "--model.forget-bias", "2"), {}),
         (("ppo", "--optim.alpha", "0.9", "--optim.beta1", "0.8"), {"optim.alpha": "optim.rule rmsprop or rmsprop_tf"}),
         (("ppo", "--algorithm", "coterie.algorithms.ppo:PPO", "--q.n-step", "2"), {}),  # which may use it
     ],
@@ -201,9 +203,16 @@ def test_help_of_train_alone_lists_presets_and_no_defaults(capsys):
 def test_help_waits_for_neither_torch_nor_envpool_and_tells_the_presets_defaults(preset):
     code = (
         "import sys; from coterie.cli.help import _IMAGE; from coterie.cli.options import config_of\n"
-        f"from coterie.cli.main import main; main(['train', '{preset}', '--help'])\n"
+        f"from coterie.cli.main import _report, main; main(['train', '{preset}', '--help'])\n"
         "print(sorted({'torch', 'envpool'} & sys.modules.keys()))\n"
         f"assert config_of(['{preset}'], _IMAGE) == config_of(['{preset}'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("\n[]\n")
+
+
+def test_the_hint_to_resume_says_that_a_callback_has_ended_the_run(capsys):
+    _report(
+        {"status": "finished", "reason": "solved", "env_steps": 5, "seconds": 1.0, "mean_return": 1.0, "folder": "r"}
+    )
+    assert "resume:   coterie resume r --steps N  # its callback may end it again\n" in capsys.readouterr().out

@@ -45,7 +45,7 @@ class Crowd:
         for x in self.learners:
             assert x.publish(x.params)
         for x in self.learners:
-            assert x.receive(x.params)
+            assert x.receive()
 
 
 def one(

@@ -112,7 +112,7 @@ def test_a_message_is_written_and_read_between_fences(monkeypatch):
     assert x.publish(x.params)
     assert seen[::2] == [(1, 0, 0.0), (1, 0, 1.0), (1, 1, 1.0)]  # before the message, before and after `published`
     seen.clear()
-    assert y.receive(y.params)
+    assert y.receive()
     assert seen[1::2] == [(0, 0.0), (0, 0.5)]  # before the message is read, and before it is marked as read
 
 
@@ -171,7 +171,7 @@ def test_the_last_message_of_a_learner_that_left_is_averaged_once():
     left.__exit__(None, None, None)
     assert c.present.tolist() == [1, 1, 0]
     for each in (x, y):
-        assert each.receive(each.params)
+        assert each.receive()
     np.testing.assert_allclose(c.weights()[:2], np.full((2, 3), 1 / 3), atol=1e-6)
     x.params.data[:3] = torch.tensor([1.0, 0, 0])
     lockstep([x, y])
@@ -191,7 +191,7 @@ def test_a_message_published_just_before_its_learner_left_counts():
             return int(c.present[j])
 
     x.present = Here()
-    assert x.receive(x.params)
+    assert x.receive()
     assert x.params.data[:2].tolist() == [0.5, 0.5]
 
 

@@ -87,6 +87,14 @@ def test_the_tail_of_an_older_block_does_not_count(tmp_path):
     assert read_life(path).events == [["a", 0], ["end", ""]]
 
 
+@pytest.mark.parametrize("tail", ["", "\n", "x\n"])
+def test_a_tail_that_tells_nothing_is_left_out(tmp_path, tail):
+    """The disk was full when its new beginning was to be written."""
+    path = write(tmp_path, [["a", 0]])
+    path.with_name(path.name + ".tail").write_text(tail)
+    assert read_life(path).events == [["a", 0], ["end", ""]]
+
+
 def test_half_a_line_of_the_tail_is_left_out(tmp_path):
     path = write(tmp_path, [["a", 0]], close=False)
     with path.with_name(path.name + ".tail").open("a") as file:

@@ -8,6 +8,7 @@ import re
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -18,11 +19,13 @@ from coterie.build.resources import resolve_config
 from coterie.cli.main import main
 from coterie.launch import session
 from coterie.replay import storage
+from coterie.roles import learner_process
 from coterie.roles.learner_process import LearnerProcess
 from coterie.runs import checkpoint
 from coterie.runs.config_io import load_config, replace, save_config
 from coterie.runs.metrics import read_metrics
 from coterie.types import ConfigError, CoterieError
+from tests.conftest import make_config
 from tests.support.runs import ENDLESS, arguments, check_rows, last_checkpoint, read_summary
 
 
@@ -57,6 +60,25 @@ def test_a_run_leaves_its_summary_metrics_scores_and_best_checkpoint(tmp_path):
     policy = coterie.load(out)
     assert policy.step == best["env_steps"]
     assert policy(torch.zeros(5, 4).numpy()).shape == (5,)
+
+
+@pytest.mark.parametrize("part", ["Team", "Gradients"])
+def test_a_learner_that_cannot_be_made_leaves_nothing_behind(monkeypatch, part):
+    """In a notebook the process lives on: with torch's threads as they were, and without env workers."""
+
+    def fail(*_):
+        raise ConfigError("made up")
+
+    threads, children = torch.get_num_threads(), len(psutil.Process().children(recursive=True))
+    torch.set_num_threads(threads + 1)
+    monkeypatch.setattr(learner_process, part, fail)
+    try:
+        with pytest.raises(ConfigError, match="made up"):
+            LearnerProcess(resolve_config(make_config(**{"env.backend": "workers"})))
+        assert torch.get_num_threads() == threads + 1
+        assert len(psutil.Process().children(recursive=True)) == children
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(("exchange", "alone"), [("gossip", True), ("store", True), ("solo", False)])
@@ -209,6 +231,17 @@ def test_replaced_envs_are_counted_and_their_reasons_logged(tmp_path):
     assert summary["envs_replaced"] == len(log) > 0
     assert all("reward is not finite" in line for line in log)
     assert any("explained_variance" in line for line in read_metrics(out))
+
+
+@pytest.mark.parametrize("learners", [1, 2])
+def test_a_run_that_fails_for_replaced_envs_counts_and_logs_them(tmp_path, learners):
+    out, config = tmp_path / "run", "tests.support.flaky:FlakyEnv"
+    how = {"env.kwargs": '{"how": "nan_reward", "at": 3}', "env.num_envs": 2, "env.replace_budget": 3}
+    how |= {"learners": learners, "exchange": "auto", "log.tensorboard": False}
+    with pytest.raises(CoterieError, match=r"4 envs had to be replaced"):
+        coterie.train(presets.a2c(env=config, steps=4000, out=str(out), **how), quiet=True)
+    assert read_summary(out)["envs_replaced"] >= 4
+    assert (out / "log.txt").read_text().count("replaced env ") >= 4
 
 
 @pytest.mark.slow

@@ -137,6 +137,15 @@ def test_samples_are_as_frequent_as_their_probabilities(spec: ActionSpec, joint:
             check(parts[i] * len(probs[j]) + parts[j], torch.outer(probs[i], probs[j]).flatten())
 
 
+def test_the_least_random_number_samples_no_illegal_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch draws its lower bound once in some ten million numbers."""
+    monkeypatch.setattr(torch.Tensor, "uniform_", lambda x, low=0.0, high=1.0, generator=None: x.fill_(low))
+    dist = make_distribution(ActionSpec("categorical", (3,)))
+    assert dist.sample(torch.tensor([[ILLEGAL, ILLEGAL, 0.0]])).tolist() == [2]
+    dist = make_distribution(ActionSpec("multi", (1, 3)))
+    assert dist.sample(torch.zeros(1, dist.head_size))[0, 0] == 0
+
+
 @pytest.mark.parametrize("spec", [s for s in SPECS.values() if s.sizes], ids=[k for k, s in SPECS.items() if s.sizes])
 def test_illegal_choices_are_as_if_they_were_not_there(spec: ActionSpec) -> None:
     """Against torch's distributions over the legal choices alone; nothing flows back into an illegal logit."""

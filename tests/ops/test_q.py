@@ -73,7 +73,7 @@ def test_huber_is_half_the_square_until_delta():
 def test_n_step_targets_are_n_step_returns(n, seed):
     r = make_rollout(VECTOR, 12, 8, seed)
     value = r.behavior_value
-    total, discount, row = n_step_targets(r.reward, value, r.terminated, r.mask, GAMMA, n)
+    total, discount, row = n_step_targets(r.reward, r.terminated, r.mask, GAMMA, n)
     expected = slow_n_step(Data(value[:-1], r.reward, value, r.terminated, r.mask), n)
     found = torch.where(r.mask, total + discount * value.gather(0, row), 0.0)
     close(found, expected)

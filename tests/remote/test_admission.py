@@ -139,3 +139,13 @@ def test_remote_actors_have_room_in_a_replay_or_are_refused(tmp_path: Path):
     wait_until(lambda: not services.server._streams)
     assert ends(2)[0] == StatusCode.OK
     services.close()
+
+
+def test_an_error_of_the_thread_that_takes_rollouts_is_kept_for_the_learner(tmp_path: Path, monkeypatch: Any):
+    def refuse(service: RolloutService) -> None:
+        raise OSError("no locks left")
+
+    monkeypatch.setattr(RolloutService, "_next", refuse)
+    services = RolloutServices(f"unix:{tmp_path}/s")
+    wait_until(lambda: str(services.service.error) == "no locks left", 10, "the thread has ended")
+    services.close()

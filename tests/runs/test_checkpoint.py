@@ -258,3 +258,13 @@ def test_a_disk_that_does_not_answer_is_waited_for_once_and_named(
     wait_until(lambda: not any(thread.name == "coterie-disk" for thread in threading.enumerate()), 10, "it answers")
     assert checkpoint.load(path)[1]["step"] == 1
     assert checkpoint.latest(tmp_path) == path
+
+
+def test_the_state_is_read_without_the_tensors(tmp_path: Path) -> None:
+    path = save(tmp_path, 5)
+    assert checkpoint.load_state(path) == checkpoint.load(path)[1]
+    (path / "model.safetensors").unlink()
+    assert checkpoint.load_state(path)["step"] == 5
+    (path / "state.json").write_text("{}")
+    with pytest.raises(CoterieError, match=r"state\.json"):
+        checkpoint.load_state(path)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from coterie.runs import files
 from coterie.runs.files import Journal, answered, sole_writer
 from coterie.types import ConfigError
 from tests.support.waiting import wait_until
@@ -88,3 +89,9 @@ def test_what_a_disk_does_not_answer_is_written_later(tmp_path: Path, monkeypatc
     assert (tmp_path / "lines").read_text() == "".join(f"line {i}\n" for i in range(4))
     with pytest.raises(ZeroDivisionError):
         answered(lambda: 1 // 0)
+
+
+def test_an_answer_is_taken_however_late_it_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process may have been stopped while the disk worked."""
+    monkeypatch.setattr(files, "awake", iter((0.0, 1e9)).__next__)
+    assert answered(lambda: 3, 1.0) == 3

@@ -134,8 +134,8 @@ def test_summary_replaces_the_one_before_in_one_go(tmp_path: Path, monkeypatch: 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     for name in ("metrics.jsonl", "log.txt"):
         (tmp_path / name).symlink_to("/dev/full")
-    writer, said = RunWriter(tmp_path, QUIET), list[str]()
-    writer.say = said.append
+    said = list[str]()
+    writer = RunWriter(tmp_path, QUIET, say=said.append)
     for _ in range(2):
         writer.write({"env_steps": 1, "seconds": 1})
         writer.log("x")

@@ -79,4 +79,10 @@ class Batched(Mixer):
         self.layers.append(nn.BatchNorm1d(self.outputs + 1))
 
 
+class Dropping(Mixer):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.layers.append(nn.Dropout(0.1))
+
+
 def not_a_module(spec: Any, config: Any, outputs: int) -> None: ...

@@ -219,7 +219,7 @@ class Node:
 def env_steps(folder: Path) -> int:
     """Env steps of a site's last checkpoint."""
     path = checkpoint.latest(folder / "checkpoints")
-    return 0 if path is None else int(json.loads((path / "state.json").read_text())["env_steps"])
+    return 0 if path is None else int(checkpoint.load_state(path)["env_steps"])
 
 
 def open_address(host: str, count: int) -> Address:

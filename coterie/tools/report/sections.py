@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from coterie.envs.atari57 import human_normalized
-from coterie.envs.tasks import tasks
+from coterie.envs.tasks import are_normalized, tasks
 from coterie.tools.report.charts import Chart, Line, heatmap, histogram, intervals, lines, stacked
 from coterie.tools.report.runs import Method, RecordedRun, differences, option_text
 from coterie.tools.report.stats import band, interquartile_mean, interval, on_grid
@@ -104,7 +104,7 @@ def aggregates(methods: Sequence[Method]) -> tuple[list[Chart], Table]:
     by itself.
     """
     envs = sorted(_envs(methods))
-    normalized = len(envs) > 1 and all(human_normalized(env, 0.0) is not None for env in envs)
+    normalized = len(envs) > 1 and are_normalized(envs)
     apart = len(envs) > 1 and not normalized
     rows: list[tuple[str, float, float, float]] = []
     for subset in [[env] for env in envs] if apart else [envs]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import difflib
 import io
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from coterie.tools.reproduce.runs import estimate, evaluate, gather, planned, si
 from coterie.tools.reproduce.special import draw
 from coterie.tools.reproduce.verdict import decide
 from coterie.tools.sweep import parse_jobs, run_jobs
-from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
+from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError, unknown
 
 Refuse = Callable[[list[str]], None]  # raises `ConfigError` if a preset with these options is invalid
 
@@ -46,9 +45,7 @@ def reproduce(asked: Namespace, refuse: Refuse) -> int:
     names = list(FIGURES) if asked.figures == ["all"] else asked.figures
     for name in names:
         if name not in FIGURES:
-            near = difflib.get_close_matches(name, FIGURES, 1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ConfigError(f"FIGURE: {name!r} is unknown; {hint}`coterie reproduce` lists them")
+            raise unknown("FIGURE", name, FIGURES, "`coterie reproduce` lists them")
     at_once = parse_jobs(asked.jobs)
     if asked.seeds < 0:
         raise ConfigError(f"--seeds: {asked.seeds} is not a number of seeds")

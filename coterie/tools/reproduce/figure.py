@@ -18,7 +18,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined, meta
 
-from coterie.envs.atari57 import human_normalized
+from coterie.envs.tasks import are_normalized
 from coterie.tools.report.runs import RecordedRun
 
 MISSING = "paper's value not available here"
@@ -45,7 +45,7 @@ class Size:
     @property
     def atari(self) -> bool:
         """Whether all envs are Atari games with human scores."""
-        return all(human_normalized(env, 0.0) is not None for env in self.envs)
+        return are_normalized(self.envs)
 
     @property
     def variables(self) -> dict[str, Any]:
