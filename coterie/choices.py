@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pkgutil import resolve_name
 from typing import TypeVar
@@ -99,3 +100,9 @@ def with_modules(config: C) -> C:
     found = [_MODULES[name] for name in (config.algorithm, config.acting, config.exchange) if name in _MODULES]
     modules = dict.fromkeys([*config.plugins.modules, *(m for m in found if m != "__main__")])
     return replace(config, plugins=replace(config.plugins, modules=tuple(modules)))
+
+
+def unknown(what: str, name: str, known: Collection[str], hint: str) -> ConfigError:
+    """The error about a name that is none of the known ones. `hint`: where all of them are."""
+    near = difflib.get_close_matches(name, known, 1)
+    return ConfigError(f"{what}: {name!r} is unknown; {f'did you mean {near[0]!r}? ' if near else ''}{hint}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
@@ -261,14 +261,6 @@ def first_line(error: BaseException) -> str:
 def counted(number: int, noun: str) -> str:
     """`1 env`, `2,000 envs`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def unknown(what: str, name: str, known: Collection[str], hint: str) -> ConfigError:
-    """The error about a name that is none of the known ones. `hint`: where all of them are."""
-    import difflib  # not needed otherwise
-
-    near = difflib.get_close_matches(name, known, 1)
-    return ConfigError(f"{what}: {name!r} is unknown; {f'did you mean {near[0]!r}? ' if near else ''}{hint}")
 
 
 def one_line(error: BaseException) -> str:

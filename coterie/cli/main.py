@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 
 from coterie import __version__
+from coterie.choices import unknown
 from coterie.cli.arguments import COMMANDS, overview, tree
 from coterie.cli.help import warned
 from coterie.cli.options import as_toml, config_of, possible
@@ -29,7 +30,7 @@ from coterie.parallel.processes import start_server
 from coterie.parallel.signals import on_signals
 from coterie.plugins import typed_in
 from coterie.runs.starting import Starting
-from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError, unknown
+from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
 
 
 def train(options: Namespace, rest: list[str]) -> int:

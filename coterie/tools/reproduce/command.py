@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
+from coterie.choices import unknown
 from coterie.tools.report.charts import HEAD
 from coterie.tools.report.command import save
 from coterie.tools.report.page import Page, Section
@@ -21,7 +22,7 @@ from coterie.tools.reproduce.runs import estimate, evaluate, gather, planned, si
 from coterie.tools.reproduce.special import draw
 from coterie.tools.reproduce.verdict import decide
 from coterie.tools.sweep import parse_jobs, run_jobs
-from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError, unknown
+from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
 
 Refuse = Callable[[list[str]], None]  # raises `ConfigError` if a preset with these options is invalid
 
