@@ -57,6 +57,7 @@ class Observer:
 class Progress:
     """The counts of a learner: saved in checkpoints, and reported in `summary.json`."""
 
+    valid: int = 0  # rows of the rollout that is being learned, without masked ones
     env_steps: int = 0  # rows learned, each counted once; without masked rows
     learner_steps: int = 0
     samples_trained: int = 0  # with reuse

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from coterie.acting.base import Agent, EnvShare, MemorySetup, Stopped, WorkerSetup, group_policy
-from coterie.acting.child_processes import Reporter
+from coterie.acting.child_processes import Reporter, reported
 from coterie.acting.inline import Inline
 from coterie.acting.recorder import Recorder, rollout_layout
 from coterie.config import ResolvedConfig
@@ -224,8 +224,8 @@ class Actor:
             if self.loop.report.is_due():
                 report()
 
-        self.loop.run(delivered)
-        report()  # the rest
+        with reported(report):
+            self.loop.run(delivered)
 
     def close(self) -> None:
         self.loop.close()

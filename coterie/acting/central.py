@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import cast
 
@@ -264,15 +265,14 @@ def connect(setup: LearnerSetup, memory: HostMemory | None) -> Acting:
     config, share = setup.config, setup.envs
     central = make_central(setup, substitute(config, "acting", Central))
     serve = partial(EnvHostService, config, share.spec, setup.rank, central)
-    try:
+    with ExitStack() as made:
+        made.callback(central.close)
         if memory is not None:
             central.on_close = Pinned(memory.memory, share.device).close
             setup.servers.serve(memory.address, {"Infer": serve(local=memory.obs)})
         if config.wire.bind:
             setup.servers.serve(offset(config.wire.bind, setup.rank), {"Infer": serve()}, "wire.bind")
-    except BaseException:
-        central.close()
-        raise
+        made.pop_all()
     return central
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from coterie.acting.base import Section
@@ -45,6 +46,18 @@ def apart_refusals(section: Callable[[Config], Section], optional: bool = False)
             "must be 0 in lockstep: a batch has one rollout of each env",
         ),
     )
+
+
+@contextmanager
+def reported(report: Callable[[], None]) -> Iterator[None]:
+    """Call `report` at the end, also where that is an error."""
+    try:
+        yield
+    except Exception:
+        with suppress(Exception):
+            report()
+        raise
+    report()
 
 
 class WorkerReport(NamedTuple):

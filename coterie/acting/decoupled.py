@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -97,13 +98,16 @@ class Decoupled:
         begin = awake()
         self.stages.start()
         with self.board.blocked(self.rank):
-            while not self.slots.is_full(batch):
+            while not self._is_full(batch):
                 time.sleep(_POLL_S)
-                if self.remote is not None and self.remote.error is not None:
-                    raise self.remote.error
                 if awake() - begin > self.timeout:
                     raise CoterieError(f"no batch of rollouts for {self.timeout:g} s: the actors hang")
         self.stages.lap("wait")
+
+    def _is_full(self, batch: int) -> bool:
+        if self.remote is not None and self.remote.error is not None:
+            raise self.remote.error
+        return self.slots.is_full(batch)
 
     def counts(self) -> dict[str, int]:
         """Rows of remote actors, and those left in the slots. Local actors write their counts to the board."""
@@ -125,16 +129,19 @@ def connect(setup: LearnerSetup, memory: ActorMemory) -> Acting:
     acting = substitute(config, "acting", Decoupled)(
         memory, agent, setup.board, setup.rank, setup.stages, setup.envs.device, config.decoupled, setup.timeout
     )
-    if config.wire.bind:
-        sizes = len(agent.params.data), agent.moments.size
-        acting.remote = remote = RolloutService(
-            config, setup.envs.spec, setup.rank, acting.slots, acting.weights, sizes, setup.max_envs
-        )
-        remote.on_produced = setup.on_produced
-        if (need := remote.reads.most) > config.wire.max_message_mb << 20:
-            raise ConfigError(f"wire.max_message_mb: must be at least {-(-need // 2**20)} for a remote actor's rollout")
-        services = {"PushRollouts": remote.push, "PullParameters": remote.pull}
-        setup.servers.serve(offset(config.wire.bind, setup.rank), services, "wire.bind")
+    with ExitStack() as made:
+        made.callback(acting.close)
+        if config.wire.bind:
+            sizes = len(agent.params.data), agent.moments.size
+            acting.remote = remote = RolloutService(
+                config, setup.envs.spec, setup.rank, acting.slots, acting.weights, sizes, setup.max_envs
+            )
+            remote.on_produced = setup.on_produced
+            if (need := -(-remote.reads.most // 2**20)) > config.wire.max_message_mb:
+                raise ConfigError(f"wire.max_message_mb: must be at least {need} for a remote actor's rollout")
+            services = {"PushRollouts": remote.push, "PullParameters": remote.pull}
+            setup.servers.serve(offset(config.wire.bind, setup.rank), services, "wire.bind")
+        made.pop_all()
     return acting
 
 

@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from types import MappingProxyType
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from coterie.acting.base import EnvShare, MemorySetup, Stopped, WorkerSetup
-from coterie.acting.child_processes import Reporter, WorkerReport
+from coterie.acting.child_processes import Reporter, WorkerReport, reported
 from coterie.acting.recorder import Envs, env_loop
 from coterie.envs.tasks import envs_per_child
 from coterie.parallel.affinity import available_cores, keep_freed_memory
@@ -132,15 +132,13 @@ class EnvHost:
             self.board.counts[self.row, COUNTS.index("replaced")] = replaced
             post("acted", content)
 
-        try:
-            self.loop.run(report)
-        except RunEnded:
-            with self.board.blocked(self.row):  # for learners that have not reached the end
-                while not self.board.closed:
-                    time.sleep(0.01)
-        except Stopped:
-            pass
-        report(self.loop.report.take())  # the rest
+        with reported(lambda: report(self.loop.report.take())), suppress(Stopped):
+            try:
+                self.loop.run(report)
+            except RunEnded:
+                with self.board.blocked(self.row):  # for learners that have not reached the end
+                    while not self.board.closed:
+                        time.sleep(0.01)
 
     def close(self) -> None:
         self.loop.close()

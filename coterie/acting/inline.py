@@ -8,6 +8,7 @@ policy acts for the other, in one thread by turns or in one thread per group.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -101,17 +102,21 @@ class Inline:
 
 def connect(setup: LearnerSetup, memory: None) -> Acting:
     config, share = setup.config, setup.envs
-    envs = share.make(0)
-    fields = local_fields(share.spec, setup.unroll_length, envs.num_envs, share.device, core_shape(setup.agent.model))
-    return substitute(config, "acting", Inline)(
-        envs,
-        group_policy(share, envs, setup.agent, setup.actor, setup.refresh_actor),
-        Recorder(fields, envs.groups, share.device),
-        setup.stages,
-        # Noise is drawn into the network: two groups must not act at once.
-        Team(1 if config.q.noisy else min(share.groups, setup.threads)),
-        config.algo.poll,
-    )
+    core = core_shape(setup.agent.model)
+    with ExitStack() as made:  # closes the envs where a part cannot be made
+        made.callback((envs := share.make(0)).close)
+        fields = local_fields(share.spec, setup.unroll_length, envs.num_envs, share.device, core)
+        acting = substitute(config, "acting", Inline)(
+            envs,
+            group_policy(share, envs, setup.agent, setup.actor, setup.refresh_actor),
+            Recorder(fields, envs.groups, share.device),
+            setup.stages,
+            # Noise is sampled into the network: two groups must not act at once.
+            Team(1 if config.q.noisy else min(share.groups, setup.threads)),
+            config.algo.poll,
+        )
+        made.pop_all()
+    return acting
 
 
 def describe(config: ResolvedConfig, groups: int, threads: int) -> str:

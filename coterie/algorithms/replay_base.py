@@ -263,6 +263,7 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
         saves = self.config.replay.save and self.lender is None
         replay = self.replay.state_dict() if self.replay is not None and saves else {}
         return {
+            "entropy_adjustment": torch.zeros(1, dtype=torch.float64),  # part of the digests in older flight records
             **super().state_dict(),
             **{f"target/{k}": x for k, x in target.items()},
             **replay,

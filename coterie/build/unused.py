@@ -17,7 +17,7 @@ def unused(options: Iterable[str], config: Config, spec: Spec) -> Iterator[tuple
     if config.plugins != Plugins():  # parts of the user's may use all
         return
     core, whole = config.model.core, not config.model.network
-    own = not whole or ":" in core  # a network or core of the user's, which gets the whole section
+    own = not whole or ":" in core  # a network or core of the user's, which may read these
     mlp = any(":" in config.model.torso or torso_of(o, config.model) == "mlp" for o in spec.obs.values())
     adam = config.optim.rule.startswith("adam")
     fields = {

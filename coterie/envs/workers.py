@@ -159,9 +159,9 @@ class WorkerBackend(Backend):
             left = begin + self._env.timeout + _START_S * starting - awake()
             readable = wait(list(waiting), min(max(left, 0), _POLL_S))
             if not readable and left <= 0:
-                more = f" and {_START_S:g} s to start" if starting else ""
+                limit = f"env.timeout {self._env.timeout:g} s" + f" and {_START_S:g} s for the start" * starting
                 for w, x in waiting.values():
-                    failed |= self._bury(w, x, f"no answer in env.timeout {self._env.timeout:g} s{more}")
+                    failed |= self._bury(w, x, f"no answer in {limit}")
             for conn in readable:
                 w, x = waiting[conn]  # type: ignore[index]
                 try:

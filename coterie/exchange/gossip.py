@@ -122,7 +122,7 @@ class Gossip(Solo):
         begin = awake()
         if self.tau == 0:  # lockstep: publish what has not been mixed yet, then mix
             self._wait(lambda: self.publish(params), "an out-peer has not read the last message", begin)
-            self._wait(lambda: self.receive(), "no message from an in-peer", begin)
+            self._wait(self.receive, "no message from an in-peer", begin)
         else:
             self.skipped_messages += not self.publish(params)
             if not self.receive() and 0 < self.tau < self.due:

@@ -133,14 +133,24 @@ def read_life(path: Path) -> Life:
             break
         lines += map(json.loads, zlib.decompress(body).decode().split("\n"))
         at += _HEAD.size + size
-    with suppress(OSError, ValueError):  # an empty tail: its process was killed meanwhile, or the disk is full
-        length, *more = _tail(path).read_bytes().split(b"\n")[:-1]
-        lines += map(json.loads, more if int(length) == at else ())
-        damaged |= int(length) > at
+    start, more = _read_tail(path)
+    damaged |= start > at
+    try:
+        lines += map(json.loads, more if start == at else ())
+    except ValueError:
+        damaged = True
     if not lines:
         raise ConfigError(f"{path} ends before its header")
     damage = f"the record is damaged from byte {at:,} of {len(data):,} on" if damaged else ""
     return Life(path, lines[0], lines[1:], damage)
+
+
+def _read_tail(path: Path) -> tuple[int, list[bytes]]:
+    """The length that a record had when its tail was begun, and the tail's lines; 0 and none where it has none."""
+    with suppress(OSError, ValueError):  # empty: the process was killed meanwhile, or the disk was full
+        length, *more = _tail(path).read_bytes().split(b"\n")[:-1]
+        return int(length), more
+    return 0, []
 
 
 def lives(folder: Path, rank: int) -> list[Life]:

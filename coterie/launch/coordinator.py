@@ -19,7 +19,7 @@ from typing import Any
 from coterie.acting.child_processes import WorkerReport
 from coterie.build.evaluate import Scores
 from coterie.config import ResolvedConfig
-from coterie.envs.news import Means, first_time
+from coterie.envs.news import EnvNews, Means, first_time
 from coterie.launch.ledger import Ledger
 from coterie.launch.retries import Retries
 from coterie.parallel.board import EVALUATE, LAST, SAVE, Board
@@ -52,8 +52,7 @@ class Coordinator:
         self.display = Display(config.steps, title, self.ledger.begin_steps, quiet, starting=starting)
         self._make_writer = partial(RunWriter, folder, config, say=self.display.note)
         self.writer = self._make_writer(None if state is None else state["env_steps"])
-        self.members = set(range(self.learners))  # learners that take part in a checkpoint
-        self.idle: set[int] = set()  # learners that have ended their training
+        self.members, self.idle = set(range(self.learners)), set[int]()  # part of a checkpoint; at the end of training
         self.order: int | None = None  # number of the order that is being carried out
         self.saved: dict[int, Saved] = {}  # what its members have reported about their parts
         self.scores: Scores | None = None
@@ -158,14 +157,15 @@ class Coordinator:
             self.idle.add(row)
         self.poll()
 
-    def take(self, row: int, report: LearnerReport | WorkerReport) -> None:
-        """Add a report, and log its news."""
+    def take(self, row: int, report: LearnerReport | WorkerReport | EnvNews) -> None:
+        """Add a report, and log its news. A learner that fails has news only."""
         if isinstance(report, WorkerReport):
             self.ledger.take_acted(row, report)
-        else:
+        elif isinstance(report, LearnerReport):
             self.ledger.take(row, report)
-        self.info.add(report.news.info)
-        for text in (first_time(self.places, reason) for reason in report.news.failures):  # of all processes
+        news = report if isinstance(report, EnvNews) else report.news
+        self.info.add(news.info)
+        for text in (first_time(self.places, reason) for reason in news.failures):  # of all processes
             (self.log if "\n" in text else self.writer.log)(text)
 
     def poll(self) -> None:

@@ -196,7 +196,7 @@ def _check(config: ResolvedConfig, spec: Spec) -> None:
     algorithm_class(config).check_data(config, spec)
     unroll = algorithm_class(config).unroll_length(config)
     rows = (unroll + 1) * config.env.num_envs * config.learners
-    field = "algo.unroll_length" if unroll == config.algo.unroll_length else "ppo.batch_size"
+    field = "ppo.batch_size" if config.ppo.batch_size and unroll != config.algo.unroll_length else "algo.unroll_length"
     require_room(field, rows * spec.obs_bytes, f"rollouts of {rows:,} observations")
     if need := algorithm_class(config).replay_bytes(config, spec) * config.learners:
         require_room("replay.capacity", need, f"{config.replay.capacity:,} env steps", config.replay.disk)

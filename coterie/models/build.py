@@ -230,21 +230,29 @@ class Network(nn.Module):
 
 
 def try_out(model: Network) -> None:
-    """A forward pass of 2 x 3 rows of zeros. Raises a `ConfigError` where parts of the user's cannot work."""
-    for name, part in model.named_modules():
-        if isinstance(part, nn.modules.dropout._DropoutNd) and part.p:
-            why = "the probabilities in training would not be those of acting"
-            raise ConfigError(f"model: {name} is {type(part).__name__}, which is not supported: {why}")
-    spec, rows = model.spec, (2, 3)
-    obs = {k: torch.zeros(*rows, *s.shape, dtype=getattr(torch, s.dtype)) for k, s in spec.obs.items()}
+    """Two forward passes of the same 2 x 3 rows. Raises a `ConfigError` where parts of the user's cannot work."""
+    spec, rows, rng = model.spec, (2, 3), torch.Generator().manual_seed(0)
+    obs = {k: _sample(s, rows, rng) for k, s in spec.obs.items()}
     action = torch.zeros(*rows, *spec.action.shape, dtype=getattr(torch, spec.action.dtype))
     inputs = Inputs(from_entries(obs), torch.ones(rows, dtype=torch.bool), action, torch.zeros(rows))
     before = {name: x.clone() for name, x in model.named_buffers()}
     with torch.no_grad():
-        model(inputs, model.initial_state(rows[1]))
+        (params, value, _), (params_2, value_2, _) = (model(inputs, model.initial_state(rows[1])) for _ in range(2))
+    if not torch.allclose(params, params_2) or (value is not None and not torch.allclose(value, value_2)):
+        raise ConfigError("model: two passes over the same rows differ; dropout, for example, is not supported")
     for name, x in model.named_buffers():
         if not torch.equal(x, before[name]):
             raise ConfigError(f"model: forward changes the buffer {name}, which does not reach other processes")
+
+
+def _sample(spec: ObsSpec, rows: tuple[int, ...], rng: torch.Generator) -> Tensor:
+    """Numbers from 0 to 1, bytes, or an action mask that allows all; zeros where a number may mean something."""
+    shape, dtype = (*rows, *spec.shape), getattr(torch, spec.dtype)
+    if dtype.is_floating_point:
+        return torch.rand(shape, generator=rng, dtype=dtype)
+    if dtype == torch.uint8:
+        return torch.randint(0, 256, shape, generator=rng, dtype=dtype)
+    return torch.full(shape, dtype == torch.bool, dtype=dtype)
 
 
 def _module_name(key: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from coterie.config import Algo, Central, Config, Decoupled, Model, Optim, Reward, VTrace
 from coterie.plugins import Part
-from coterie.presets.common import LINEAR, Changes, derive, envs, flat, make
+from coterie.presets.common import LINEAR, Changes, derive, envs, flat, make, of_env
 from coterie.runs.objects import name_of
 
 
@@ -17,7 +17,8 @@ def impala(env: Part = "Pong-v5", **overrides: Any) -> Config:
     single run of all DMLab-30 tasks. For a few million env steps on two cores these rates are slow: the page of results
     has the options that Pong was learned with. `dmlab/...`: the shallow net with its LSTM of 256, last action and
     reward, unrolls of 100, and the rates of the authors' code. Vectors and continuous control: our settings; the
-    continuous form of LunarLander has the discount of vectors and unrolls of 128 with n-step returns.
+    continuous form of LunarLander has the discount of vectors, unrolls of 128 with n-step returns, in batches of 4, and
+    normalized advantages.
     """
     env = name_of("env.id", env)
     image: Changes = {
@@ -79,7 +80,7 @@ def seed_vtrace(env: Part = "Pong-v5", **overrides: Any) -> Config:
         "vtrace": VTrace(loss="mean"),
         "optim": Optim("adam", lr=2.2588e-4, beta1=0.0, eps=3.125e-9, max_grad_norm=0.0, schedule=LINEAR),
     }
-    batch = 4 if name_of("env.id", env).startswith("LunarLanderContinuous") else 8
+    batch = impala(env, **of_env(flat(overrides))).decoupled.batch_size
     vector = {"env.num_envs": envs(env, 16), "central": Central(batch_size=batch)}
     common = {"acting": "central", "decoupled": Decoupled()}
     return derive(impala, "seed-vtrace", env, overrides, common, image, vector)

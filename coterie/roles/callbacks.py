@@ -128,8 +128,8 @@ class Run:
         """
         try:
             self.recorded[f"custom/{name}"] = float(value)
-        except (TypeError, ValueError):
-            raise TypeError(f"record({name!r}): {value!r} is not a number") from None
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            raise TypeError(f"record({name!r}) takes a number, not {type(value).__name__}") from None
 
     def set_env(self, name: str, value: Any) -> None:
         """Set an attribute of all envs that the run trains on, now and later, before their next step. `value`: plain

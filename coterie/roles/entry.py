@@ -141,8 +141,7 @@ class Service:
         except Exception:
             with suppress(Exception):  # which envs were replaced, for example
                 self.learner.write_counts()
-                for line in self.learner.news().failures:
-                    self.post("said", line)
+                self.post("report", self.learner.news())
             raise
         self.learner.write_counts()  # env hosts go on during the training on the last rollout
         self.report()

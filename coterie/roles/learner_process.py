@@ -92,8 +92,8 @@ class LearnerProcess:
         self.exchange = make_exchange(config, self.params, moments, context, self.life.note)
         self.actor, self.refresh_actor = acting_copy(self.model, resources.dtype)
         self.rngs: list[torch.Generator] = []
-        self.servers = Servers(config.wire)
-        made.callback(self.servers.close, over=True)
+        self.servers, self._ended = Servers(config.wire), False
+        made.callback(self._close_servers)
         first_env = context.rank * config.env.num_envs
         events = EnvEvents(self.life.note, context.life.events if context.life else ())
         share = env_share(config, config, self.spec, incarnation, first_env, context.board, events, resources)
@@ -122,8 +122,7 @@ class LearnerProcess:
         self.acting: Acting = kind.along(setup) if context.life else kind.connect(setup, context.acting)
         self._opened = made.enter_context(ExitStack())
         self._opened.callback(self.acting.close)
-        for server in self.servers.open:  # before: env hosts receive the end before their actions stop
-            self._opened.callback(server.close)
+        self._opened.callback(self._close_servers)  # before: env hosts receive the end before their actions stop
         self.trainers = Team(resources.torch_threads if config.model.compile == "none" else 1)
         made.callback(self.trainers.close)
         compute = autocast(resources.device, resources.dtype)
@@ -266,10 +265,14 @@ class LearnerProcess:
             try:
                 learn(self.parts, on_rollout)
                 self.life.end("")
+                self._ended = True
             except BaseException as error:
                 self.life.end(one_line(error))
-                self.servers.close(over=False)  # only this learner ends, and not the run: its clients reconnect
                 raise
+
+    def _close_servers(self) -> None:
+        """Where only this learner ends, and not the run, clients reconnect."""
+        self.servers.close(over=self._ended)
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Everything that a checkpoint must hold besides counters."""

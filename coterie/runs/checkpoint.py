@@ -117,7 +117,7 @@ def load(path: Path, seconds: float = 450.0) -> tuple[Tensors, dict[str, Any]]:
 
 
 def load_state(path: Path, seconds: float = 450.0, whole: bool = False) -> dict[str, Any]:
-    """The state of a checkpoint, without its tensors. `whole`: verify all files, as `load` does, and not only its."""
+    """The state of a checkpoint, without its tensors. `whole`: verify every file, as `load` does."""
     return read(path, partial(_load, path, lambda state: None, whole), seconds)[1]
 
 

@@ -103,9 +103,12 @@ def test_actors_give_way_to_the_learner():
         assert sorted(child.nice() - psutil.Process().nice() for child in children)[-2:] == [5, 5]
 
 
-def test_the_learner_raises_what_has_ended_the_thread_of_remote_rollouts():
+def test_the_learner_raises_what_has_ended_the_thread_of_remote_rollouts(monkeypatch):
     """And at once, not after the time for a batch, with a message about actors."""
     with crewed(config()) as learner:
         learner.acting.remote = SimpleNamespace(error=OSError("no locks left"), close=lambda: None, envs=0, produced=0)
+        with pytest.raises(OSError, match="no locks left"):
+            next(steps(learner))
+        monkeypatch.setattr(learner.acting.slots, "is_full", lambda *_: True)  # local actors are fast
         with pytest.raises(OSError, match="no locks left"):
             next(steps(learner))

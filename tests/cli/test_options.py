@@ -203,7 +203,7 @@ def test_help_of_train_alone_lists_presets_and_no_defaults(capsys):
 def test_help_waits_for_neither_torch_nor_envpool_and_tells_the_presets_defaults(preset):
     code = (
         "import sys; from coterie.cli.help import _IMAGE; from coterie.cli.options import config_of\n"
-        f"from coterie.cli.main import _report, main; main(['train', '{preset}', '--help'])\n"
+        f"from coterie.cli.main import main; main(['train', '{preset}', '--help'])\n"
         "print(sorted({'torch', 'envpool'} & sys.modules.keys()))\n"
         f"assert config_of(['{preset}'], _IMAGE) == config_of(['{preset}'])"
     )

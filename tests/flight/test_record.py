@@ -95,6 +95,15 @@ def test_a_tail_that_tells_nothing_is_left_out(tmp_path, tail):
     assert read_life(path).events == [["a", 0], ["end", ""]]
 
 
+def test_a_garbled_line_of_the_tail_is_damage(tmp_path):
+    path = write(tmp_path, [["a", 0]], close=False)
+    with path.with_name(path.name + ".tail").open("a") as file:
+        file.write('["b",1]\n?\n["c",2]\n')
+    life = read_life(path)
+    assert life.events[0] == ["a", 0]
+    assert "damaged" in life.damage
+
+
 def test_half_a_line_of_the_tail_is_left_out(tmp_path):
     path = write(tmp_path, [["a", 0]], close=False)
     with path.with_name(path.name + ".tail").open("a") as file:

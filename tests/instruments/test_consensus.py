@@ -189,3 +189,13 @@ def test_any_algorithm_reports_norms_and_learns_the_same(algorithm):
     kinds = {name.split("/")[1] for name in told if name.startswith("norm/")}
     assert kinds == {"gradient", "weights", "step"}
     assert 0 < told["cosine/half"] <= 1.0001
+
+
+def test_the_cosine_without_the_value_loss_is_of_the_loss_as_it_is_now():
+    """V-trace divides its advantages by a running deviation, which the algorithm of the measurement must have, too."""
+    more = {"algo.normalize_advantage": True, "algo.unroll_length": 8, "log.norms": 1}
+    learner = LearnerProcess(resolve_config(make_config(algorithm="vtrace", **more)))
+    learner.run(after(3))
+    twin = next(observer.policy for observer in learner.observers if isinstance(observer, Norms))
+    learner.close()
+    assert twin.spread > 0

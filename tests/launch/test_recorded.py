@@ -24,7 +24,7 @@ class Odd(coterie.Callback):
 def test_what_a_callback_records_that_is_no_number(tmp_path):
     small = {"env.num_envs": 4, "algo.unroll_length": 8, "log.tensorboard": False, "log.every": 0.0}
     config = presets.a2c(env="CartPole-v1", steps=10**6, out=str(tmp_path / "run"), **small)
-    with pytest.raises(CoterieError, match=r"record\('word'\): 'two' is not a number"):
+    with pytest.raises(CoterieError, match=r"record\('word'\) takes a number, not str"):
         coterie.train(config, callbacks=[Odd], quiet=True)
     lines = read_metrics(tmp_path / "run")
     assert lines[-1]["custom/odd"] is None

@@ -14,6 +14,7 @@ import torch
 
 import coterie
 from coterie import presets
+from coterie.acting import inline
 from coterie.algorithms import a2c
 from coterie.build.resources import resolve_config
 from coterie.cli.main import main
@@ -62,8 +63,8 @@ def test_a_run_leaves_its_summary_metrics_scores_and_best_checkpoint(tmp_path):
     assert policy(torch.zeros(5, 4).numpy()).shape == (5,)
 
 
-@pytest.mark.parametrize("part", ["Team", "Gradients"])
-def test_a_learner_that_cannot_be_made_leaves_nothing_behind(monkeypatch, part):
+@pytest.mark.parametrize("where", ["learner_process.Team", "learner_process.Gradients", "inline.Recorder"])
+def test_a_learner_that_cannot_be_made_leaves_nothing_behind(monkeypatch, where):
     """In a notebook the process lives on: with torch's threads as they were, and without env workers."""
 
     def fail(*_):
@@ -71,7 +72,8 @@ def test_a_learner_that_cannot_be_made_leaves_nothing_behind(monkeypatch, part):
 
     threads, children = torch.get_num_threads(), len(psutil.Process().children(recursive=True))
     torch.set_num_threads(threads + 1)
-    monkeypatch.setattr(learner_process, part, fail)
+    module, _, part = where.partition(".")
+    monkeypatch.setattr({"inline": inline, "learner_process": learner_process}[module], part, fail)
     try:
         with pytest.raises(ConfigError, match="made up"):
             LearnerProcess(resolve_config(make_config(**{"env.backend": "workers"})))
@@ -233,13 +235,13 @@ def test_replaced_envs_are_counted_and_their_reasons_logged(tmp_path):
     assert any("explained_variance" in line for line in read_metrics(out))
 
 
-@pytest.mark.parametrize("learners", [1, 2])
-def test_a_run_that_fails_for_replaced_envs_counts_and_logs_them(tmp_path, learners):
-    out, config = tmp_path / "run", "tests.support.flaky:FlakyEnv"
+@pytest.mark.parametrize(("preset", "learners"), [("a2c", 1), ("a2c", 2), ("impala", 1), ("seed-vtrace", 1)])
+def test_a_run_that_fails_for_replaced_envs_counts_and_logs_them(tmp_path, preset, learners):
+    out, env = tmp_path / "run", "tests.support.flaky:FlakyEnv"
     how = {"env.kwargs": '{"how": "nan_reward", "at": 3}', "env.num_envs": 2, "env.replace_budget": 3}
     how |= {"learners": learners, "exchange": "auto", "log.tensorboard": False}
     with pytest.raises(CoterieError, match=r"4 envs had to be replaced"):
-        coterie.train(presets.a2c(env=config, steps=4000, out=str(out), **how), quiet=True)
+        coterie.train(presets.make(preset, env, steps=4000, out=str(out), **how), quiet=True)
     assert read_summary(out)["envs_replaced"] >= 4
     assert (out / "log.txt").read_text().count("replaced env ") >= 4
 

@@ -142,8 +142,6 @@ def test_the_least_random_number_samples_no_illegal_choice(monkeypatch: pytest.M
     monkeypatch.setattr(torch.Tensor, "uniform_", lambda x, low=0.0, high=1.0, generator=None: x.fill_(low))
     dist = make_distribution(ActionSpec("categorical", (3,)))
     assert dist.sample(torch.tensor([[ILLEGAL, ILLEGAL, 0.0]])).tolist() == [2]
-    dist = make_distribution(ActionSpec("multi", (1, 3)))
-    assert dist.sample(torch.zeros(1, dist.head_size))[0, 0] == 0
 
 
 @pytest.mark.parametrize("spec", [s for s in SPECS.values() if s.sizes], ids=[k for k, s in SPECS.items() if s.sizes])
