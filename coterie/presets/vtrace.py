@@ -39,6 +39,7 @@ def impala(env: Part = "Pong-v5", **overrides: Any) -> Config:
     lander: Changes = {
         "algo": Algo(128, gamma=0.995, entropy_coef=0.0, normalize_advantage=True),
         "decoupled": Decoupled(batch_size=4),
+        "optim": Optim("adam", lr=4e-4, schedule=LINEAR),
     }
     return make(
         "impala",
