@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie.acting.base import Acting
-from coterie.algorithms.base import Algorithm, AnyAlgorithm, AnyBatch, Autocast, Batch, Clock, Loss, Part
+from coterie.algorithms.base import Algorithm, AnyAlgorithm, AnyBatch, Autocast, Batch, Clock, Loss, Part, checked
 from coterie.exchange.base import Exchange, NonFinite
 from coterie.models.base import Model
 from coterie.parallel.graphs import Graphed, Record
@@ -154,7 +154,7 @@ class Gradients:
     ) -> tuple[dict[str, Tensor], Tensor | None]:
         """Add a part's gradient; returns its metrics and priorities."""
         with self.autocast():
-            found = loss(model, part)
+            found = checked(loss(model, part))
         found.total.backward()  # type: ignore[no-untyped-call]
         return found.metrics, found.priority
 

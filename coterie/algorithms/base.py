@@ -17,7 +17,7 @@ from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.models.base import Model
 from coterie.ops.policy import masked_mean
 from coterie.parallel.graphs import Record, recordable
-from coterie.types import AgentOutput, ConfigError, Inputs, Rollout, Spec, json_object, reason_of
+from coterie.types import AgentOutput, ConfigError, CoterieError, Inputs, Rollout, Spec, json_object, reason_of
 
 
 @dataclass
@@ -57,6 +57,17 @@ class Loss:
     total: Tensor
     metrics: dict[str, Tensor]
     priority: Tensor | None = None  # [n] of the part's samples, where a replay draws by it
+
+
+def checked(loss: Loss) -> Loss:
+    """What `loss` of an algorithm has returned, which may be a user's. Raises a `CoterieError`."""
+    if not isinstance(loss, Loss):
+        raise CoterieError(f"algorithm: loss must return a Loss, as combine does, not {type(loss).__name__}")
+    total = loss.total
+    if not isinstance(total, Tensor) or total.dim() or not total.requires_grad:
+        what = f"a tensor {list(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
+        raise CoterieError(f"algorithm: the total of a Loss must be a scalar tensor with a gradient, not {what}")
+    return loss
 
 
 Part = TypeVar("Part")  # of a batch: the argument of `loss`, of a type that each algorithm defines

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from torch import Tensor
 from coterie.algorithms.base import AnyAlgorithm
 from coterie.build.factory import make_algorithm, make_model
 from coterie.build.resources import resolve_config
+from coterie.build.validity import check_spec
 from coterie.config import Config
 from coterie.envs.atari57 import human_normalized
 from coterie.envs.make import env_edges, make_envs, make_spec
@@ -176,7 +176,9 @@ class Policy:
         return Player(self.algorithm, self.model, self.spec, batch, self.config.seed)
 
     def reset(self, done: Array | None = None) -> None:
-        """Begin new episodes: in every env, or where `done` `[B]`."""
+        """Begin new episodes: in every env, or where `done` `[B]`. Another number of envs begins new ones, too."""
+        if done is not None and len(self._first) and np.shape(done) != self._first.shape:
+            raise ConfigError(f"done: one value for each of {len(self._first)} envs is needed, not {np.shape(done)}")
         self._first = np.ones(0, bool) if done is None or not len(self._first) else self._first | np.asarray(done)
 
     def __call__(
@@ -209,15 +211,6 @@ class Policy:
         action = self.player.act(obs, self._first, np.zeros(batch) if reward is None else reward, sampled)
         self._first = np.zeros(batch, bool)
         return self.actions.nested(self.actions.to_env(action))
-
-
-def check_spec(folder: Path, config: Config) -> Spec:
-    """The env's spec; refuses a run whose env, whatever its name, gives or takes something else than it did."""
-    spec, path = make_spec(config.env, config.atari), folder / "spec.json"
-    saved, now = json.loads(path.read_text()), json.loads(json.dumps(spec.to_json()))
-    if saved | {"env_id": spec.env_id} != now:
-        raise ConfigError(f"env.id: the spaces differ from the run's; saved {json.dumps(saved)}; now {json.dumps(now)}")
-    return spec
 
 
 def load(folder: str | Path, learner: str | int = "0", *, trust: bool = False, **new: Part) -> Policy:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import traceback
+from pathlib import Path
 from typing import get_args, get_type_hints
 
 from coterie.acting.table import ACTING, acting_kind
@@ -11,13 +13,14 @@ from coterie.algorithms.replay_size import replay_size
 from coterie.algorithms.table import ALGORITHMS, algorithm_class
 from coterie.build.factory import make_model, updates_of
 from coterie.config import PPO, Config, Refusal, ResolvedConfig
+from coterie.envs.make import make_spec
 from coterie.envs.tasks import envs_per_child, tasks
 from coterie.exchange.table import EXCHANGES, exchange_kind
 from coterie.models.build import try_out
 from coterie.models.torsos import FOR_IMAGES
 from coterie.plugins import FIELDS, check_own, label, raised
 from coterie.runs.config_io import fields, get, shown
-from coterie.types import ConfigError, CoterieError, Spec
+from coterie.types import ConfigError, CoterieError, Spec, reason_of
 from coterie.wire.auth import without_keys
 
 _FIELDS = dict(fields())
@@ -166,3 +169,15 @@ def table() -> str:
             lockstep = how if ACTING[acting].apart and kind.on_policy else ""
             rows.append(f"| {algorithm} | {acting}{lockstep} | {', '.join(EXCHANGES)} | {', '.join(LAUNCHES)} |")
     return "\n".join(rows)
+
+
+def check_spec(folder: Path, config: Config) -> Spec:
+    """The env's spec; refuses a run whose env, whatever its name, gives or takes something else than it did."""
+    spec, path = make_spec(config.env, config.atari), folder / "spec.json"
+    try:
+        saved, now = json.loads(path.read_text()), json.loads(json.dumps(spec.to_json()))
+    except (OSError, ValueError) as error:
+        raise CoterieError(f"{path} cannot be read: {reason_of(error)}") from None
+    if saved | {"env_id": spec.env_id} != now:
+        raise ConfigError(f"env.id: the spaces differ from the run's; saved {json.dumps(saved)}; now {json.dumps(now)}")
+    return spec

@@ -50,14 +50,18 @@ def on_host(x: Any) -> Array:
 
 
 def _one_hot(sizes: Array, start: Array) -> Convert:
-    """Each of K integers as a one-hot vector, concatenated: `[n, K]` or `[n]` to `[n, sum(sizes)]` float32."""
+    """Each of K integers as a one-hot vector, concatenated: `[n, K]` or `[n]` to `[n, sum(sizes)]` float32. Raises a
+    `ValueError` for others: their columns would be those of another number.
+    """
     offsets = np.concatenate([[0], np.cumsum(sizes)[:-1]]) - start
-    width = int(sizes.sum())
+    width, end = int(sizes.sum()), start + sizes
 
     def convert(x: Array) -> Array:
+        given = on_host(x).reshape(len(x), -1)
+        if not ((given >= start) & (given < end) & (given == np.floor(given))).all():
+            raise ValueError(f"{given.tolist()[0]}, not integers from {start.tolist()} to {(end - 1).tolist()}")
         out = np.zeros((len(x), width), np.float32)
-        columns = on_host(x).reshape(len(x), -1).astype(np.int64) + offsets
-        out[np.arange(len(x))[:, None], columns] = 1
+        out[np.arange(len(x))[:, None], given.astype(np.int64) + offsets] = 1
         return out
 
     return convert

@@ -22,18 +22,17 @@ from typing import Any
 
 from coterie import presets
 from coterie.acting.table import acting_kind
-from coterie.algorithms.table import algorithm_class
-from coterie.build.evaluate import check_spec
 from coterie.build.factory import ProcessContext, make_model, net_of, normalizers
-from coterie.build.resources import resolve_config, resolve_resources
+from coterie.build.resources import resolve_config
 from coterie.build.unused import unused
-from coterie.build.validity import check, check_objects
+from coterie.build.validity import check_objects, check_spec
 from coterie.build.warm_start import begin_from
 from coterie.config import Config, ResolvedConfig
 from coterie.envs.make import make_spec
 from coterie.exchange.mailboxes import Link, Net
 from coterie.exchange.table import exchange_kind
 from coterie.extras import missing
+from coterie.launch.checks import beyond_its_steps, check_run
 from coterie.launch.coordinator import Coordinator
 from coterie.launch.supervisor import Supervisor
 from coterie.parallel.board import Board
@@ -43,7 +42,6 @@ from coterie.parallel.processes import start_server
 from coterie.parallel.signals import HANDLED, STOP, on_signals
 from coterie.plugins import Part, label, named
 from coterie.presets.common import flat
-from coterie.replay.storage import require_room
 from coterie.roles.callbacks import Given, each, make_callback
 from coterie.roles.entry import Service
 from coterie.roles.learner_process import LearnerProcess
@@ -136,7 +134,7 @@ def _go(
     starting.doing(f"loading {label(asked.env.id)}{data}")
     saved, state, line = _saved(asked, folder) if resumed else (None, None, "")
     config = resolve_config(asked)
-    line = line or _untrained(config)
+    line = line or beyond_its_steps(config)
     kind = exchange_kind(config)
     here = kind.one_learner and not acting_kind(config).apart
     if not here:
@@ -145,7 +143,7 @@ def _go(
     actors = config.actors or asked.actors
     kept = replace(asked, learners=config.learners, actors=actors, exchange=config.exchange, env=config.env)
     spec = make_spec(config.env, config.atari)
-    _check(config, spec)
+    check_run(config, spec)
     starting.notes += [line] * bool(line)
     if asked.init_from and not resumed:
         starting.notes.append(begin_from(Path(asked.init_from), make_model(config, spec)))
@@ -179,27 +177,6 @@ def _go(
         return _run_here(run, learner, [*made, *(one for one in config.callbacks if one not in asked.callbacks)])
     assert supervisor is not None
     return run.go(supervisor.work, supervisor.close)
-
-
-def _untrained(config: ResolvedConfig) -> str:
-    """A line where a replay is still being filled when a new run ends."""
-    first = config.q.learn_start * config.learners
-    if not algorithm_class(config).has_replay or config.steps > first:
-        return ""
-    return f"q.learn_start: training begins after {first:,} env steps, and the run has {config.steps:,}"
-
-
-def _check(config: ResolvedConfig, spec: Spec) -> None:
-    """Raise a `ConfigError` where the run is not possible here."""
-    check(config, spec)
-    resolve_resources(config, spec)
-    algorithm_class(config).check_data(config, spec)
-    unroll = algorithm_class(config).unroll_length(config)
-    rows = (unroll + 1) * config.env.num_envs * config.learners
-    field = "ppo.batch_size" if config.ppo.batch_size and unroll != config.algo.unroll_length else "algo.unroll_length"
-    require_room(field, rows * spec.obs_bytes, f"rollouts of {rows:,} observations")
-    if need := algorithm_class(config).replay_bytes(config, spec) * config.learners:
-        require_room("replay.capacity", need, f"{config.replay.capacity:,} env steps", config.replay.disk)
 
 
 def _saved(asked: Config, folder: Path) -> tuple[Path, dict[str, Any], str]:

@@ -124,9 +124,7 @@ def load_state(path: Path, seconds: float = 450.0, whole: bool = False) -> dict[
 def _load(path: Path, folder: Callable[[Any], str | None], whole: bool = False) -> tuple[Tensors, dict[str, Any]]:
     """The state, and the tensors in the folder that is chosen by it; None: no tensors."""
     try:
-        if whole:
-            verify(path)
-        files = read_manifest(path)
+        files = verify(path) if whole else read_manifest(path)
         state = json.loads(read_file(path, "state.json", files))
         of = folder(state)
         # From bytes, not mapped: the tensors are used while this very checkpoint may be pruned or replaced.
@@ -136,7 +134,11 @@ def _load(path: Path, folder: Callable[[Any], str | None], whole: bool = False) 
     except (*DAMAGE, SafetensorError) as error:
         older = sorted((p for p in _complete(path.parent) if _age(p) < _age(path)), key=_age, reverse=True)
         before = next(filter(is_intact, older), None)
-        offer = f"; {before.name} is intact: coterie resume --or-earlier goes on from there" if before else ""
+        offer = (
+            f"; {before.name} is intact: `coterie resume {path.parents[1]} --or-earlier` goes on from there"
+            if before
+            else ""
+        )
         raise CoterieError(f"checkpoint {path} is damaged: {damage_of(error)}{offer}") from None
 
 

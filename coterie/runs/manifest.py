@@ -44,10 +44,12 @@ def read_file(path: Path, name: str, files: dict[str, dict[str, Any]]) -> bytes:
     return data
 
 
-def verify(path: Path) -> None:
-    """Raise what `read_manifest` raises, or one of `DAMAGE` if any file is not as it was written."""
-    for name, entry in read_manifest(path).items():
+def verify(path: Path) -> dict[str, dict[str, Any]]:
+    """As `read_manifest`, which it calls; also raises one of `DAMAGE` if any file is not as it was written."""
+    files = read_manifest(path)
+    for name, entry in files.items():
         _compare(name, entry, (path / name).stat().st_size, _sha256(path / name))
+    return files
 
 
 def _compare(name: str, entry: dict[str, Any], size: int, sha256: str) -> None:

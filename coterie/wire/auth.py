@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import secrets
+import socket
 from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
@@ -53,6 +54,17 @@ def offset(address: str, by: int) -> str:
         return f"{address}.{by}" if by else address
     host, port = split(address)
     return join(host, port + by)
+
+
+def check_free(address: str, field: str) -> None:
+    """Raise a `ConfigError` about an option if nothing can listen at its address."""
+    if address.startswith("unix:"):
+        return
+    host, port = split(address)
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        raise ConfigError(f"{field}: cannot listen at {address}: {reason_of(error)}") from None
 
 
 def join(host: str, port: int) -> str:

@@ -75,9 +75,7 @@ def open_channel(address: str, cert: str = "") -> grpc.Channel:
 
 
 class Stream:
-    """One stream to a service. A wait for an answer ends after `silence` seconds without a frame, or when `check`
-    raises.
-    """
+    """A stream to a service. A wait ends after `silence` seconds without a frame, or when `check` raises."""
 
     def __init__(
         self, channel: grpc.Channel, method: str, hello: Mapping[str, Any], sends: Layout, *, token: str = "",
@@ -173,6 +171,8 @@ class Stream:
             return ConnectionLost(f"no frame for {self.silence:g} s")
         if status in _TRANSIENT:
             return ConnectionLost(f"{status.name.lower()}: {details}")
+        if status == grpc.StatusCode.UNIMPLEMENTED:
+            details = "`coterie actor` is for decoupled runs (impala), `coterie envs` for central ones (seed-vtrace)"
         return CoterieError(f"the server refused: {details} ({status.name.lower()})")
 
     def _watch(self) -> None:

@@ -32,6 +32,23 @@ def test_discrete_observations_become_one_hot():
     np.testing.assert_array_equal(x, [[0, 1, 1, 0, 0], [1, 0, 0, 0, 1]])
 
 
+@pytest.mark.parametrize(
+    ("space", "batch"),
+    [
+        (spaces.Discrete(5), [-1]),
+        (spaces.Discrete(5), [5]),
+        (spaces.Discrete(5, start=2), [1]),
+        (spaces.Discrete(5), [2.7]),
+        (spaces.Discrete(5), [np.nan]),
+        (spaces.MultiDiscrete([3, 4]), [[3, 0]]),
+        (spaces.MultiDiscrete([3, 4]), [[0, -1]]),
+    ],
+)
+def test_a_discrete_observation_outside_its_space_takes_no_other_numbers_column(space, batch):
+    with pytest.raises(ValueError, match="not integers from"):
+        convert(space, np.array(batch))
+
+
 def test_boxes_keep_what_torch_knows_and_scalars_get_an_axis():
     specs, x = convert(spaces.Box(-1, 1, (2,), np.float64), np.zeros((4, 2)))
     assert (specs[""].dtype, x.dtype) == ("float32", np.float32)

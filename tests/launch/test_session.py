@@ -163,7 +163,7 @@ def test_a_run_with_a_damaged_checkpoint_is_resumed_from_an_earlier_one_where_th
     (last / "learner_0" / "model.safetensors").write_bytes(b"")
     command = ["resume", str(out), "--steps", "3000"]
     assert main(command) == 1
-    assert f"{earlier.name} is intact: coterie resume --or-earlier goes on from there" in capfd.readouterr().err
+    assert f"{earlier.name} is intact: `coterie resume {out} --or-earlier` goes on from there" in capfd.readouterr().err
     assert main([*command, "--or-earlier"]) == 0
     line = f"damaged-{last.name} is damaged: learner_0/model.safetensors has 0 bytes"
     assert line in capfd.readouterr().out

@@ -1,0 +1,37 @@
+"""What is refused, or said, before a run writes anything."""
+
+from __future__ import annotations
+
+from coterie.algorithms.table import algorithm_class
+from coterie.build.resources import resolve_resources
+from coterie.build.validity import check
+from coterie.config import ResolvedConfig
+from coterie.replay.storage import require_room
+from coterie.types import Spec
+from coterie.wire.auth import check_free, offset
+
+
+def beyond_its_steps(config: ResolvedConfig) -> str:
+    """A line where a new run ends before it trains, or after more env steps than it was given."""
+    unroll = algorithm_class(config).unroll_length(config)
+    if (rows := unroll * config.env.num_envs * config.learners) > config.steps:
+        return f"steps: {config.steps:,} are less than one rollout of all envs, so the run has up to {rows:,}"
+    first = config.q.learn_start * config.learners
+    if not algorithm_class(config).has_replay or config.steps > first:
+        return ""
+    return f"q.learn_start: training begins after {first:,} env steps, and the run has {config.steps:,}"
+
+
+def check_run(config: ResolvedConfig, spec: Spec) -> None:
+    """Raise a `ConfigError` where the run is not possible here."""
+    check(config, spec)
+    for rank in range(config.learners if config.wire.bind else 0):
+        check_free(offset(config.wire.bind, rank), "wire.bind")
+    resolve_resources(config, spec)
+    algorithm_class(config).check_data(config, spec)
+    unroll = algorithm_class(config).unroll_length(config)
+    rows = (unroll + 1) * config.env.num_envs * config.learners
+    field = "ppo.batch_size" if config.ppo.batch_size and unroll != config.algo.unroll_length else "algo.unroll_length"
+    require_room(field, rows * spec.obs_bytes, f"rollouts of {rows:,} observations")
+    if need := algorithm_class(config).replay_bytes(config, spec) * config.learners:
+        require_room("replay.capacity", need, f"{config.replay.capacity:,} env steps", config.replay.disk)
