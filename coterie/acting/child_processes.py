@@ -50,7 +50,7 @@ def apart_refusals(section: Callable[[Config], Section], optional: bool = False)
 
 @contextmanager
 def reported(report: Callable[[], None]) -> Iterator[None]:
-    """Call `report` at the end, also where that is an error."""
+    """Call `report` at the end, also after an exception."""
     try:
         yield
     except Exception:

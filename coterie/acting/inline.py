@@ -106,13 +106,15 @@ def connect(setup: LearnerSetup, memory: None) -> Acting:
     with ExitStack() as made:  # closes the envs where a part cannot be made
         made.callback((envs := share.make(0)).close)
         fields = local_fields(share.spec, setup.unroll_length, envs.num_envs, share.device, core)
+        # Noise is sampled into the network: two groups must not act at once.
+        team = Team(1 if config.q.noisy else min(share.groups, setup.threads))
+        made.callback(team.close)
         acting = substitute(config, "acting", Inline)(
             envs,
             group_policy(share, envs, setup.agent, setup.actor, setup.refresh_actor),
             Recorder(fields, envs.groups, share.device),
             setup.stages,
-            # Noise is sampled into the network: two groups must not act at once.
-            Team(1 if config.q.noisy else min(share.groups, setup.threads)),
+            team,
             config.algo.poll,
         )
         made.pop_all()

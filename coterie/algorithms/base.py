@@ -63,10 +63,11 @@ def checked(loss: Loss) -> Loss:
     """What `loss` of an algorithm has returned, which may be a user's. Raises a `CoterieError`."""
     if not isinstance(loss, Loss):
         raise CoterieError(f"algorithm: loss must return a Loss, as combine does, not {type(loss).__name__}")
-    total = loss.total
-    if not isinstance(total, Tensor) or total.dim() or not total.requires_grad:
+    if not isinstance(total := loss.total, Tensor) or total.numel() != 1:
         what = f"a tensor {list(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
-        raise CoterieError(f"algorithm: the total of a Loss must be a scalar tensor with a gradient, not {what}")
+        raise CoterieError(f"algorithm: the total of a Loss must be a tensor of one number, not {what}")
+    if not total.requires_grad:
+        raise CoterieError("algorithm: the total of a Loss has no gradient; was it detached?")
     return loss
 
 

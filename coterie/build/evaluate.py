@@ -176,10 +176,10 @@ class Policy:
         return Player(self.algorithm, self.model, self.spec, batch, self.config.seed)
 
     def reset(self, done: Array | None = None) -> None:
-        """Begin new episodes: in every env, or where `done` `[B]`. Another number of envs begins new ones, too."""
+        """Begin new episodes: in every env, or where `done` `[B]`. Calls with another B begin new ones as well."""
         if done is not None and len(self._first) and np.shape(done) != self._first.shape:
             raise ConfigError(f"done: one value for each of {len(self._first)} envs is needed, not {np.shape(done)}")
-        self._first = np.ones(0, bool) if done is None or not len(self._first) else self._first | np.asarray(done)
+        self._first = np.ones(0, bool) if done is None or not len(self._first) else self._first | np.asarray(done, bool)
 
     def __call__(
         self, obs: Obs, *, reward: Array | None = None, action_mask: Array | None = None, sampled: bool = False
@@ -190,8 +190,8 @@ class Policy:
         try:
             obs = flatten(obs, self.fields)
         except (IndexError, KeyError, TypeError, ValueError) as error:
-            hint = "; for one env, give each array a first axis: np.asarray(x)[None]"
-            raise ConfigError(f"obs: not a batch of what the env gives, [B, ...] in each array{hint}") from error
+            hint = "for one env, give each array a first axis: np.asarray(x)[None]"
+            raise ConfigError(f"obs: not a batch of what the env gives: {reason_of(error)}; {hint}") from error
         if self._outside:
             if action_mask is None:
                 raise ConfigError("action_mask: this policy needs one, [B, choices]: the env's info or action_masks()")

@@ -178,6 +178,6 @@ def check_spec(folder: Path, config: Config) -> Spec:
         saved, now = json.loads(path.read_text()), json.loads(json.dumps(spec.to_json()))
     except (OSError, ValueError) as error:
         raise CoterieError(f"{path} cannot be read: {reason_of(error)}") from None
-    if saved | {"env_id": spec.env_id} != now:
+    if not isinstance(saved, dict) or saved | {"env_id": spec.env_id} != now:
         raise ConfigError(f"env.id: the spaces differ from the run's; saved {json.dumps(saved)}; now {json.dumps(now)}")
     return spec

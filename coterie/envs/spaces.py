@@ -58,8 +58,10 @@ def _one_hot(sizes: Array, start: Array) -> Convert:
 
     def convert(x: Array) -> Array:
         given = on_host(x).reshape(len(x), -1)
-        if not ((given >= start) & (given < end) & (given == np.floor(given))).all():
-            raise ValueError(f"{given.tolist()[0]}, not integers from {start.tolist()} to {(end - 1).tolist()}")
+        inside = (given >= start) & (given < end) & (given == np.floor(given))
+        if not inside.all():
+            row, k = np.argwhere(~inside)[0]
+            raise ValueError(f"{given[row, k]} is no integer from {start[k]} to {end[k] - 1}")
         out = np.zeros((len(x), width), np.float32)
         out[np.arange(len(x))[:, None], given.astype(np.int64) + offsets] = 1
         return out

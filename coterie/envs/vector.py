@@ -110,7 +110,8 @@ class VectorBackend(Backend):
     def reset(self, ids: Array) -> None:
         self._done[ids] = False
         if len(ids) < self.num_instances:
-            obs = map_obs(lambda x: x[ids], self._restarted(np.isin(np.arange(self.num_instances), ids)))
+            begun = self._restarted(np.isin(np.arange(self.num_instances), ids))
+            obs = map_obs(lambda x: x[np.searchsorted(np.sort(ids), ids)], begun)
         else:
             given, info = self.env.reset(seed=self._seed)
             if MASK in (info or {}) or (self.spec.masked and self._mode is not AutoresetMode.NEXT_STEP):
@@ -130,7 +131,7 @@ class VectorBackend(Backend):
         obs, reward = self._flat(given), np.array(on_host(reward), np.float32)
         terminated, truncated = (np.array(on_host(x), bool) for x in (terminated, truncated))
         if fake.any() and self._masks and self._mode is not AutoresetMode.NEXT_STEP:
-            obs = _with(obs, fake, map_obs(lambda x: x[fake], self._restarted(fake)))
+            obs = _with(obs, fake, self._restarted(fake))
             reward[fake], terminated[fake], truncated[fake] = 0, False, False
         self._done = done = terminated | truncated
         if done.any() and self._mode is AutoresetMode.SAME_STEP:
@@ -143,8 +144,8 @@ class VectorBackend(Backend):
         return self._answer
 
     def _restarted(self, which: Array) -> Obs:
-        """Begin new episodes in some of the envs; returns observations, which are those of these envs in their rows."""
-        return self._flat(self.env.reset(options={"reset_mask": which.copy()})[0])
+        """Begin new episodes in some of the envs; returns the observations of these. Other rows may hold anything."""
+        return self._flat(_rows(self.env.reset(options={"reset_mask": which.copy()})[0], which))
 
     def _flat(self, obs: Any) -> Obs:
         return map_obs(_shared, flatten(obs, self.fields))
@@ -160,7 +161,7 @@ class VectorBackend(Backend):
             space, rows = self.env.single_observation_space, list(final[done])
             batch = concatenate(space, rows, create_empty_array(space, len(rows)))  # type: ignore[arg-type]
             return _with(obs, done, self._flat(batch))
-        return _with(obs, done, map_obs(lambda x: x[done], self._flat(final)))
+        return _with(obs, done, self._flat(_rows(final, done)))
 
     def _numbers(self, info: Mapping[str, Any], done: Array) -> dict[str, Array]:
         """The numbers in info; `final_info` has those of steps that ended an episode."""
@@ -203,6 +204,13 @@ def receive(backend: Backend) -> StepResults:
     obs = {k: np.array(on_host(x), bool) if k == MASK else _shared(x) for k, x in entries(batch.obs).items()}
     small: Any = {k: np.array(on_host(getattr(batch, k)), bool) for k in (*batch._fields[2:5], "first")}
     return batch._replace(obs=from_entries(obs), reward=np.array(on_host(batch.reward), np.float32), **small)
+
+
+def _rows(obs: Any, which: Array) -> Any:
+    """Rows of an observation of the env's own structure."""
+    if isinstance(obs, Mapping):
+        return {key: _rows(x, which) for key, x in obs.items()}
+    return tuple(_rows(x, which) for x in obs) if isinstance(obs, tuple) else _shared(obs)[which]
 
 
 def edge(backend: Backend, first: StepResults) -> Callable[[Any], Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from coterie.acting.table import acting_kind
 from coterie.algorithms.table import algorithm_class
 from coterie.build.resources import resolve_resources
 from coterie.build.validity import check
@@ -13,13 +14,13 @@ from coterie.wire.auth import check_free, offset
 
 def beyond_its_steps(config: ResolvedConfig) -> str:
     """A line where a new run ends before it trains, or after more env steps than it was given."""
-    unroll = algorithm_class(config).unroll_length(config)
-    if (rows := unroll * config.env.num_envs * config.learners) > config.steps:
-        return f"steps: {config.steps:,} are less than one rollout of all envs, so the run has up to {rows:,}"
-    first = config.q.learn_start * config.learners
-    if not algorithm_class(config).has_replay or config.steps > first:
+    kind, first = algorithm_class(config), config.q.learn_start * config.learners
+    if kind.has_replay and config.steps <= first:
+        return f"q.learn_start: training begins after {first:,} env steps, and the run has {config.steps:,}"
+    rows = kind.unroll_length(config) * acting_kind(config).batch_size(config) * config.learners
+    if rows <= config.steps:
         return ""
-    return f"q.learn_start: training begins after {first:,} env steps, and the run has {config.steps:,}"
+    return f"steps: {config.steps:,} are fewer than a batch of rollouts has: the run ends after about {rows:,}"
 
 
 def check_run(config: ResolvedConfig, spec: Spec) -> None:

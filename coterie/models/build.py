@@ -33,6 +33,9 @@ class Values(NamedTuple):
     atoms: int  # 1: values
 
 
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
 class Network(nn.Module):
     """`forward(inputs, core_state)` -> policy parameters `[.., P]`, value `[..]` (both float32) and the new core state.
     With `q` the parameters are the actions' values, or their distributions' logits side by side, and the value is that
@@ -234,11 +237,13 @@ def try_out(model: Network) -> None:
     spec, rows, rng = model.spec, (2, 3), torch.Generator().manual_seed(0)
     obs = {k: _sample(s, rows, rng) for k, s in spec.obs.items()}
     action = torch.zeros(*rows, *spec.action.shape, dtype=getattr(torch, spec.action.dtype))
-    inputs = Inputs(from_entries(obs), torch.ones(rows, dtype=torch.bool), action, torch.zeros(rows))
+    is_first = torch.tensor([[True], [False]]).expand(rows)
+    inputs = Inputs(from_entries(obs), is_first, action, torch.zeros(rows))
     before = {name: x.clone() for name, x in model.named_buffers()}
     with torch.no_grad():
-        (params, value, _), (params_2, value_2, _) = (model(inputs, model.initial_state(rows[1])) for _ in range(2))
-    if not torch.allclose(params, params_2) or (value is not None and not torch.allclose(value, value_2)):
+        one, other = (model(inputs, model.initial_state(rows[1])) for _ in range(2))
+    same = all(torch.allclose(x, y, equal_nan=True) for x, y in zip(one, other, strict=True) if x is not None)
+    if not same or any(isinstance(part, _DROPOUT) and part.p for part in model.modules()):
         raise ConfigError("model: two passes over the same rows differ; dropout, for example, is not supported")
     for name, x in model.named_buffers():
         if not torch.equal(x, before[name]):
@@ -246,12 +251,10 @@ def try_out(model: Network) -> None:
 
 
 def _sample(spec: ObsSpec, rows: tuple[int, ...], rng: torch.Generator) -> Tensor:
-    """Numbers from 0 to 1, bytes, or an action mask that allows all; zeros where a number may mean something."""
+    """Numbers from 0 to 1, or an action mask that allows all; zeros where an integer may mean something."""
     shape, dtype = (*rows, *spec.shape), getattr(torch, spec.dtype)
     if dtype.is_floating_point:
         return torch.rand(shape, generator=rng, dtype=dtype)
-    if dtype == torch.uint8:
-        return torch.randint(0, 256, shape, generator=rng, dtype=dtype)
     return torch.full(shape, dtype == torch.bool, dtype=dtype)
 
 

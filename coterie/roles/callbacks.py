@@ -128,7 +128,7 @@ class Run:
         """
         try:
             self.recorded[f"custom/{name}"] = float(value)
-        except (TypeError, ValueError, RuntimeError, OverflowError):
+        except (TypeError, ValueError, RuntimeError):
             raise TypeError(f"record({name!r}) takes a number, not {type(value).__name__}") from None
 
     def set_env(self, name: str, value: Any) -> None:

@@ -60,11 +60,13 @@ def check_free(address: str, field: str) -> None:
     """Raise a `ConfigError` about an option if nothing can listen at its address."""
     if address.startswith("unix:"):
         return
-    host, port = split(address)
-    try:
-        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
-    except OSError as error:
-        raise ConfigError(f"{field}: cannot listen at {address}: {reason_of(error)}") from None
+    with suppress(socket.gaierror):  # the server says so
+        family, *_, place = socket.getaddrinfo(*split(address), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        try:
+            socket.create_server(place[:2], family=family).close()
+        except OSError as error:
+            reason = os.strerror(error.errno or 0)
+            raise ConfigError(f"{field}: cannot listen at {address}: {reason}") from None
 
 
 def join(host: str, port: int) -> str:

@@ -172,7 +172,7 @@ class Stream:
         if status in _TRANSIENT:
             return ConnectionLost(f"{status.name.lower()}: {details}")
         if status == grpc.StatusCode.UNIMPLEMENTED:
-            details = "`coterie actor` is for decoupled runs (impala), `coterie envs` for central ones (seed-vtrace)"
+            details += "; `coterie actor` is for decoupled runs (impala), `coterie envs` for central ones (seed-vtrace)"
         return CoterieError(f"the server refused: {details} ({status.name.lower()})")
 
     def _watch(self) -> None:

@@ -45,7 +45,7 @@ def test_discrete_observations_become_one_hot():
     ],
 )
 def test_a_discrete_observation_outside_its_space_takes_no_other_numbers_column(space, batch):
-    with pytest.raises(ValueError, match="not integers from"):
+    with pytest.raises(ValueError, match="is no integer from"):
         convert(space, np.array(batch))
 
 
