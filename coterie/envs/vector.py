@@ -123,7 +123,7 @@ class VectorBackend(Backend):
     def step(self, ids: Array, actions: Any) -> None:
         fake = self._done
         if fake.any() and self._mode is AutoresetMode.DISABLED:
-            self._restarted(fake)  # an env that has ended must not be stepped
+            self.restart(fake)  # an env that has ended must not be stepped
         if not self.tensors and not self.action_map.leaves:
             actions = actions.astype(self.env.single_action_space.dtype, copy=False)
         given, reward, terminated, truncated, info = self.env.step(self.action_map.nested(actions))
@@ -144,8 +144,12 @@ class VectorBackend(Backend):
         return self._answer
 
     def _restarted(self, which: Array) -> Obs:
-        """Begin new episodes in some of the envs; returns the observations of these. Other rows may hold anything."""
-        return self._flat(_rows(self.env.reset(options={"reset_mask": which.copy()})[0], which))
+        """Begin new episodes in some of the envs; returns their observations."""
+        return self._flat(_rows(self.restart(which), which))
+
+    def restart(self, which: Array) -> Any:
+        """Begin new episodes in some of the envs; returns the env's answer, whose other rows may hold anything."""
+        return self.env.reset(options={"reset_mask": which.copy()})[0]
 
     def _flat(self, obs: Any) -> Obs:
         return map_obs(_shared, flatten(obs, self.fields))

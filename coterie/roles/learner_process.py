@@ -75,7 +75,7 @@ class LearnerProcess:
             # In a replay, learners are threads of one process, and `Replay.run` sets it for all.
             made.callback(set_torch(config.deterministic and context.life is None))
             self._make(incarnation, made)
-            self.close = made.pop_all().close
+            self._made = made.pop_all()
 
     def _make(self, incarnation: int, made: ExitStack) -> None:
         """Make the parts; `made` closes them."""
@@ -228,11 +228,9 @@ class LearnerProcess:
         (failures, info), (refused, remote) = self.acting.news(), self.servers.news()
         info.add(remote)
         outliers = []
-        if self._outliers and not self._outliers_said:
+        if (count := self._outliers) and not self._outliers_said:
             self._outliers_said = True
-            outliers = [
-                f"{counted(self._outliers, 'observation')} far from the mean: its normalizer does not count it as it is"
-            ]
+            outliers = [f"{counted(count, 'observation')} far from the mean: its normalizer does not count it as it is"]
         warnings = [line] if (line := self.algorithm.warning()) else []
         return EnvNews(failures + refused + outliers + warnings, info)
 
@@ -273,6 +271,9 @@ class LearnerProcess:
     def _close_servers(self) -> None:
         """Where only this learner ends, and not the run, clients reconnect."""
         self.servers.close(over=self._ended)
+
+    def close(self) -> None:
+        self._made.close()
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Everything that a checkpoint must hold besides counters."""

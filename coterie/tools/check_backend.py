@@ -64,7 +64,7 @@ class Watched(Backend):
             return False
         if isinstance(self.inner, VectorBackend):
             here = np.arange(self.num_instances) == 0
-            before, after = self._last, map_obs(on_host, self.inner._restarted(here))
+            before, after = self._last, map_obs(on_host, self.inner._flat(self.inner.restart(here)))
             for name, x in entries(after).items():
                 if not np.array_equal(x[~here & ~self._ended], entries(before)[name][~here & ~self._ended]):
                     self.mend["mask"] = (
