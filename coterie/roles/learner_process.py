@@ -63,8 +63,7 @@ class LearnerProcess:
     """
 
     def __init__(self, config: ResolvedConfig, incarnation: int = 0, context: ProcessContext | None = None) -> None:
-        self.context = context = context or ProcessContext()
-        self.config = config
+        self.config, self.context = config, (context := context or ProcessContext())
         self.spec = make_spec(config.env, config.atari)
         check(config, self.spec)
         self.resources = resolve_resources(config, self.spec, context.gpu)
