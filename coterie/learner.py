@@ -17,7 +17,7 @@ from coterie.algorithms.base import Algorithm, AnyAlgorithm, AnyBatch, Autocast,
 from coterie.exchange.base import Exchange, NonFinite
 from coterie.models.base import Model
 from coterie.parallel.graphs import Graphed, Record
-from coterie.parallel.params import FlatParams
+from coterie.parallel.params import FlatParams, pieces
 from coterie.parallel.stages import Stages
 from coterie.parallel.threads import Team
 from coterie.types import CoterieError, Rollout
@@ -141,13 +141,18 @@ class Gradients:
             return sums
 
         done = self.team.run([partial(work, k) for k in range(min(ways, len(parts)))])
-        for grad in self.grads:
-            self.params.grad.add_(grad)
-            grad.zero_()
+        if self.grads:
+            self.team.run([partial(self._add, at) for at in pieces(len(self.params.grad), ways)])
         known = [x for x in priority if x is not None]
         batch.priority = torch.cat(known) if known else None
         found = [_floats(sums) for sums in done]
         return {name: sum(each[name] for each in found) for name in found[0]}
+
+    def _add(self, at: slice) -> None:
+        """Add the twins' gradients to the first one, and clear them."""
+        for grad in self.grads:
+            self.params.grad[at].add_(grad[at])
+            grad[at].zero_()
 
     def _backward(
         self, loss: Callable[[Model, Part], Loss], model: Model, part: Part

@@ -163,8 +163,8 @@ class AlgorithmBase:
         return config.algo.unroll_length
 
     @staticmethod
-    def training_threads(config: Config, most: int) -> int:
-        """Threads that share a batch, at most `most`."""
+    def training_threads(config: Config, most: int, dtype: torch.dtype) -> int:
+        """Threads that share a batch, at most `most`. `dtype`: of the torso."""
         return most
 
     @staticmethod

@@ -22,7 +22,9 @@ from coterie.parallel.graphs import recordable
 from coterie.replay.transitions import Transitions
 from coterie.types import Inputs, Obs, map_obs
 
-_SAMPLES_PER_THREAD = 64
+# In bf16 each thread casts the weights again. A batch of 32, Nature, two threads against one, 2 cores of an AMD EPYC
+# (Zen 5): 1.2 times as fast in fp32, equal in bf16 (docs/benchmarks/speed.md).
+_SAMPLES_PER_THREAD = {torch.float32: 16, torch.bfloat16: 64}
 
 
 class DQN(QLearning[Transitions]):
@@ -38,11 +40,8 @@ class DQN(QLearning[Transitions]):
     )
 
     @staticmethod
-    def training_threads(config: Config, most: int) -> int:
-        # The prefetching thread needs a core, too, and each part casts the weights again (Nature CNN, bf16, 2 cores,
-        # two threads against one: 23 and 17 ms for the passes of a batch of 32, equal with 128, 1.4 times faster with
-        # 512).
-        return max(1, min(most, config.q.batch_size // _SAMPLES_PER_THREAD))
+    def training_threads(config: Config, most: int, dtype: torch.dtype) -> int:
+        return max(1, min(most, config.q.batch_size // _SAMPLES_PER_THREAD[dtype]))
 
     @recordable
     def evaluate_target(self, target: Model, rows: Transitions, at: slice) -> Tensor:

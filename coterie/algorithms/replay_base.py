@@ -181,6 +181,7 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
         while self.due >= self.batch_rows and replay.size:
             self.due -= self.batch_rows
             found, ahead = (prefetched or self._fetch(device))()
+            ahead = self._ahead(found) if ahead is None else ahead
             prefetched = self._fetch(device) if self.due >= self.batch_rows else None
             self.before_batch(model)
             yield ReplayBatch(found, ahead, self.trained(found), self.chunk, self.batch_rows)
@@ -220,9 +221,10 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
     def before_look_ahead(self) -> None:
         """Nothing is drawn in the order of the batches."""
 
-    def _fetch(self, device: torch.device) -> Callable[[], tuple[R, Tensor]]:
-        """Draw a batch. A thread gathers it, and looks ahead for it, while the previous one trains. Where a GPU has the
-        observations, this is done when the batch is due: there is little to do but launch kernels.
+    def _fetch(self, device: torch.device) -> Callable[[], tuple[R, Tensor | None]]:
+        """Draw a batch. A thread gathers it, and looks ahead for it, while the previous one trains, unless several
+        threads train: these also look ahead. Where a GPU has the observations, this is done when the batch is due:
+        there is little to do but launch kernels.
         """
         assert self.replay is not None
         replay, share = self.config.replay, min(1.0, self.clock.env_steps / self.config.steps)
@@ -232,19 +234,22 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
         prepare = partial(self._prepare, self.replay, picks, device)
         return prepare if self.replay.room.device is not None else self.prefetcher.submit(prepare).result
 
-    def _prepare(self, replay: Replay[R], picks: Picks, device: torch.device) -> tuple[R, Tensor]:
+    def _prepare(self, replay: Replay[R], picks: Picks, device: torch.device) -> tuple[R, Tensor | None]:
         rows = replay.gather(picks)
         if device.type != "cpu":
             rows = map_tensors(lambda x: x.to(device), rows)
-        pieces = slices(self.q.batch_size, self.chunk, 1)
+        return rows, self._ahead(rows) if self.team.size == 1 else None
+
+    def _ahead(self, rows: R) -> Tensor:
         ways = self.team.size
+        pieces = slices(self.q.batch_size, self.chunk, ways)
 
         def work(k: int) -> list[Tensor]:
             with torch.no_grad():
                 return [self.look_ahead(rows, at) for at in pieces[k::ways]]
 
         done = self.team.run([partial(work, k) for k in range(min(ways, len(pieces)))])
-        return rows, torch.cat([done[i % ways][i // ways] for i in range(len(pieces))], self.batch_axis)
+        return torch.cat([done[i % ways][i // ways] for i in range(len(pieces))], self.batch_axis)
 
     def after_step(self, model: Model, batch: Batch[ReplayBatch[R]]) -> None:
         """Write the errors of the batch as the priorities of its samples."""

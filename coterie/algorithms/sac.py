@@ -135,7 +135,7 @@ class SAC(ReplayLearning[Transitions]):
         return SACNetwork(spec, config.model, config.sac.alpha)
 
     @staticmethod
-    def training_threads(config: Config, most: int) -> int:
+    def training_threads(config: Config, most: int, dtype: torch.dtype) -> int:
         return 1  # of two, the second gathers the next batch
 
     def explore(self, env_id: Tensor) -> Tensor:

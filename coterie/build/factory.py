@@ -33,12 +33,12 @@ from coterie.flight.record import FlightRecorder, path_of, read_life
 from coterie.models.base import Model
 from coterie.models.build import Network
 from coterie.models.heads import Moments, Normalizer
-from coterie.ops.optim import make_rule
+from coterie.ops.optim import Divided, make_rule
 from coterie.parallel.board import Board
 from coterie.parallel.graphs import MOST_RECORDINGS, Graphed, Record
 from coterie.parallel.params import FlatParams
 from coterie.parallel.shm import SharedArrays
-from coterie.parallel.threads import making
+from coterie.parallel.threads import ALONE, Team, making
 from coterie.parallel.weights import Weights
 from coterie.plugins import substitute
 from coterie.types import AgentOutput, Inputs, Spec, counted
@@ -204,16 +204,17 @@ def patience(config: Config) -> float:
 
 
 def exchange_setup(
-    config: Config, params: FlatParams, moments: Moments, peers: Peers, note: Note = unrecorded
+    config: Config, params: FlatParams, moments: Moments, peers: Peers, note: Note = unrecorded, team: Team = ALONE
 ) -> Setup:
-    """What the exchange of one learner is made of."""
+    """What the exchange of one learner is made of. `team`: the threads that train."""
     same, exchange = algorithm_class(config).steps_kind(config), partial(substitute, config, "exchange")
     rule, optim = make_rule(config.optim), config.optim
+    shared = rule if team.size == 1 else Divided(rule, team)
     guard = Guard(optim.max_grad_norm, optim.on_nonfinite == "skip")
-    return Setup(config, params, moments, peers, patience(config), rule, guard, same, exchange, note)
+    return Setup(config, params, moments, peers, patience(config), shared, guard, same, exchange, note)
 
 
 def make_exchange(
-    config: Config, params: FlatParams, moments: Moments, peers: Peers, note: Note = unrecorded
+    config: Config, params: FlatParams, moments: Moments, peers: Peers, note: Note = unrecorded, team: Team = ALONE
 ) -> Exchange:
-    return exchange_kind(config).connect(exchange_setup(config, params, moments, peers, note))
+    return exchange_kind(config).connect(exchange_setup(config, params, moments, peers, note, team))

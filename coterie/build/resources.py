@@ -67,10 +67,11 @@ def resolve_resources(config: Config, spec: Spec, gpu: int = 0, cores: int = 0) 
     acting, training = _recordable(config, spec) if config.graphs and (cuda or not image) else (False, False)
     graph = record if cuda else trace
     # A second thread pays where a forward pass takes long; a small net's calls would only wait for the interpreter.
-    most = algorithm_class(config).training_threads(config, cores if image and not cuda else 1)
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    most = algorithm_class(config).training_threads(config, cores if image and not cuda else 1, dtype)
     return Resources(
         device=device,
-        dtype=torch.bfloat16 if bf16 else torch.float32,
+        dtype=dtype,
         env_threads=config.env.threads or cores,
         torch_threads=config.torch_threads or most,
         groups=config.env.groups or _groups(config, image or cuda, cores == 1 and not cuda, spec.agents),

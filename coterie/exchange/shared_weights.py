@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from coterie.models.heads import Moments
 from coterie.ops.optim import Rule
 from coterie.parallel.board import Board
 from coterie.parallel.locks import Locks
+from coterie.parallel.params import pieces
 from coterie.parallel.shm import Layout, SharedArrays
 
 
@@ -65,7 +65,7 @@ class SharedWeights:
         self.data = arrays["data"]
         self.fd = os.dup(shared.fd)  # the kernel drops a process's locks when it closes any descriptor of the file
         self.locks = Locks(self.fd, timeout)
-        self.slices = split(len(self.data), chunks)
+        self.slices = pieces(len(self.data), chunks)
         state = {k.removeprefix("state/"): x for k, x in arrays.items() if k.startswith("state/")}
         n = len(self.data)
         self.states = [
@@ -140,12 +140,6 @@ OTHERS = Refusal(
     "max_lag",
     "must be 0 with hogwild and store: it cannot bound the steps of other learners on the shared weights",
 )
-
-
-def split(n: int, chunks: int) -> list[slice]:
-    """`n` weights in `chunks` slices that begin on a cache line."""
-    bounds = [n * k // chunks // 16 * 16 for k in range(chunks)] + [n]
-    return [slice(a, b) for a, b in pairwise(bounds)]
 
 
 def restore(shared: SharedArrays, state: dict[str, Tensor], moments: Tensor) -> None:

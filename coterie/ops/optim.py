@@ -11,6 +11,7 @@ uses them.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +20,8 @@ import torch
 from torch import Tensor
 
 from coterie.config import Optim, Schedule
+from coterie.parallel.params import pieces
+from coterie.parallel.threads import Team
 
 State = dict[str, Tensor]
 # The kernel of torch.optim.Adam(fused=True): 2 to 5 times faster than public calls, but a private name.
@@ -27,8 +30,10 @@ if hasattr(torch, "_fused_adam_"):
     fused_adam = partial(torch._fused_adam_, weight_decay=0.0, amsgrad=False, maximize=False)
 
 
-class _Scratch:
-    """Memory for one flat temporary, kept between updates: a large allocation costs page faults every time."""
+class _Scratch(threading.local):
+    """Memory for one flat temporary of each thread, kept between updates: a large allocation costs page faults every
+    time.
+    """
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0)
@@ -108,10 +113,29 @@ class Adam:
         _descend(param, mean, root, lr * correction / (1 - b1**t))
 
 
-Rule = RMSProp | Adam
+@dataclass(frozen=True)
+class Divided:
+    """A rule whose updates a team shares: each thread takes a piece of the weights, which limit an update's speed."""
+
+    rule: RMSProp | Adam
+    team: Team
+
+    def state(self, param: Tensor) -> State:
+        return self.rule.state(param)
+
+    def update(self, param: Tensor, grad: Tensor, state: State, lr: float | Tensor) -> None:
+        calls = []
+        for k, at in enumerate(pieces(len(param), self.team.size)):
+            # The first piece counts the update for all.
+            own = {name: x[at] if x.dim() else x if k == 0 else x.clone() for name, x in state.items()}
+            calls.append(partial(self.rule.update, param[at], grad[at], own, lr))
+        self.team.run(calls)
 
 
-def make_rule(config: Optim, initial: float | None = None) -> Rule:
+Rule = RMSProp | Adam | Divided
+
+
+def make_rule(config: Optim, initial: float | None = None) -> RMSProp | Adam:
     """The rule that `config` names. `initial` replaces the starting mean square of RMSProp (rmsprop_tf: 1, as TF1)."""
     if config.rule in ("adam", "adam_eps_hat"):
         return Adam(config.beta1, config.beta2, config.eps, config.rule == "adam_eps_hat")

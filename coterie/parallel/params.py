@@ -6,12 +6,19 @@ An update rule, a clip, a published copy or a gossip mix is then a handful of ca
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 _ALIGN = 16  # floats; every parameter starts on a 64-byte line
 _TAIL = 16  # floats behind the gradient, for what an exchange sends along with it
+
+
+def pieces(n: int, count: int) -> list[slice]:
+    """`n` weights in `count` slices that begin on a cache line."""
+    bounds = [n * k // count // _ALIGN * _ALIGN for k in range(count)] + [n]
+    return [slice(a, b) for a, b in pairwise(bounds)]
 
 
 class FlatParams:

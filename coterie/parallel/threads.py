@@ -76,3 +76,6 @@ class Team:
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown(wait=False)  # a thread that hangs must not delay the end
+
+
+ALONE = Team(1)

@@ -88,7 +88,9 @@ class LearnerProcess:
         self.life = LifeRecord(config, context, incarnation)
         made.callback(self.life.close)
         self.moments = moments = normalizers(config, self.model)
-        self.exchange = make_exchange(config, self.params, moments, context, self.life.note)
+        self.trainers = Team(resources.torch_threads if config.model.compile == "none" else 1)
+        made.callback(self.trainers.close)
+        self.exchange = make_exchange(config, self.params, moments, context, self.life.note, self.trainers)
         self.actor, self.refresh_actor = acting_copy(self.model, resources.dtype)
         self.rngs: list[torch.Generator] = []
         self.servers, self._ended = Servers(config.wire), False
@@ -122,8 +124,6 @@ class LearnerProcess:
         self._opened = made.enter_context(ExitStack())
         self._opened.callback(self.acting.close)
         self._opened.callback(self._close_servers)  # before: env hosts receive the end before their actions stop
-        self.trainers = Team(resources.torch_threads if config.model.compile == "none" else 1)
-        made.callback(self.trainers.close)
         compute = autocast(resources.device, resources.dtype)
         self.gradients = Gradients(self.model, self.params, self.trainers, compute, resources.record)
         if config.model.compile != "none":  # acting has other shapes, and stays as it is

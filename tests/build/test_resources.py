@@ -135,14 +135,17 @@ def test_auto_is_a_word_of_this_option_only_and_is_settled_before_the_run(tmp_pa
 
 
 def test_a_thread_of_dqn_has_work_for_it():
-    def threads(*options):
-        config = parse_cli(presets.make("dqn", "Breakout-v5"), ["--device", "cpu", *options])
+    def threads(precision, *options):
+        given = ["--device", "cpu", "--precision", precision, *options]
+        config = parse_cli(presets.make("dqn", "Breakout-v5"), given)
         return resources.resolve_resources(config, make_spec(config.env, config.atari), cores=4).torch_threads
 
-    assert threads() == 1  # batches of 32
-    assert threads("--q.batch-size", "128") == 2
-    assert threads("--q.batch-size", "512") == 4
-    assert threads("--torch-threads", "3") == 3
+    assert threads("bf16") == 1  # batches of 32
+    assert threads("bf16", "--q.batch-size", "128") == 2
+    assert threads("bf16", "--q.batch-size", "512") == 4
+    assert threads("bf16", "--torch-threads", "3") == 3
+    assert threads("fp32") == 2
+    assert threads("fp32", "--q.batch-size", "128") == 4
 
 
 @pytest.mark.parametrize(

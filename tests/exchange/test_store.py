@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from coterie.exchange.shared_weights import CoreTurns, shared_memory_for, split
+from coterie.exchange.shared_weights import CoreTurns, shared_memory_for
 from coterie.ops.optim import Adam, flat_norm_clip
 from coterie.parallel.board import Board
 from coterie.parallel.locks import Locks
+from coterie.parallel.params import pieces
 from coterie.parallel.shm import SharedArrays
 from coterie.types import CoterieError, Post
 from tests.exchange.harness import BETAS, NOTHING, Sgd, apply, collect, expect, flat, gradients, start, store, together
@@ -55,7 +56,7 @@ def test_a_store_with_one_learner_is_plain_adam(local_steps, chunks, eps_hat):
 @pytest.mark.parametrize("n", [16, 64, 160, 1008])
 @pytest.mark.parametrize("chunks", [1, 3, 8])
 def test_chunks_cover_every_weight_once_and_begin_on_a_cache_line(n, chunks):
-    slices = split(n, chunks)
+    slices = pieces(n, chunks)
     assert len(slices) == chunks
     assert [i for at in slices for i in range(n)[at]] == list(range(n))
     assert all(at.start % 16 == 0 for at in slices)

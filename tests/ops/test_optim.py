@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from coterie.config import Optim, Schedule
-from coterie.ops.optim import RMSProp, flat_norm_clip, make_rule, scaled_lr, schedule_value
+from coterie.ops.optim import Divided, RMSProp, flat_norm_clip, make_rule, scaled_lr, schedule_value
+from coterie.parallel.threads import Team
 from tests.conftest import needs_gpu
 
 RULES = ("rmsprop", "rmsprop_tf", "adam", "adam_eps_hat")
@@ -102,6 +103,21 @@ def test_slices_with_their_own_state_are_the_whole(name: str) -> None:
         for i in order.permutation(3):
             rule.update(param[chunks[i]], grad[chunks[i]], states[i], 1e-2)
     torch.testing.assert_close(param, run(Optim(rule=name, eps=1e-4)), rtol=1e-6, atol=1e-7)  # type: ignore[arg-type]
+
+
+@every
+def test_an_update_that_a_team_shares_is_the_whole_one_and_saves_the_same_state(name: str) -> None:
+    config, team = Optim(rule=name), Team(3)  # type: ignore[arg-type]
+    rules = make_rule(config), Divided(make_rule(config), team)
+    params = start(), start()
+    states = [rule.state(param) for rule, param in zip(rules, params, strict=True)]
+    for grad in gradients():
+        for rule, param, state in zip(rules, params, states, strict=True):
+            rule.update(param, grad, state, 1e-2)
+    team.close()
+    assert torch.equal(*params)
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(x, states[1][key]) for key, x in states[0].items())
 
 
 @every
