@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from coterie.config import ResolvedConfig, Wire
 from coterie.envs.news import EnvNews, Means
 from coterie.envs.tasks import child_env, tasks
-from coterie.types import Array, Spec
+from coterie.types import Array, Spec, counted
 from coterie.wire.auth import read_token
 from coterie.wire.codec import Layout, Refused, layout_from, timestep_layout
 from coterie.wire.server import Server, server_credentials
@@ -33,7 +33,7 @@ class Servers:
 
     def __init__(self, wire: Wire) -> None:
         self.wire, self.open = wire, list[Server]()
-        self._refused = deque[str](maxlen=100)
+        self._lines = deque[str](maxlen=100)
         self._info, self._lock = Means(), threading.Lock()
 
     def serve(self, address: str, services: Mapping[str, Service], field: str = "") -> None:
@@ -47,7 +47,7 @@ class Servers:
             token=read_token(access.token_file) if access.token_file else "",
             credentials=server_credentials(access.cert, access.key) if access.cert else None,
             limits=Limits(self.wire.max_message_mb << 20),
-            on_refused=self._refused.append,
+            log=self._lines.append,
             on_info=self._add_info,
             field=field or "env hosts",
         )
@@ -58,9 +58,11 @@ class Servers:
             self._info.add(more)
 
     def news(self) -> EnvNews:
-        """Since the last call: clients that were refused, with the reasons, and the numbers in info of remote envs."""
+        """Since the last call: clients that were refused, with the reasons, that joined and that left, and the numbers
+        in info of remote envs.
+        """
         with self._lock:
-            return EnvNews([self._refused.popleft() for _ in range(len(self._refused))], self._info.take())
+            return EnvNews([self._lines.popleft() for _ in range(len(self._lines))], self._info.take())
 
     def close(self, over: bool) -> None:
         """`over`: the run has ended for good; otherwise clients may reconnect."""
@@ -182,4 +184,5 @@ class EnvHostService:
             shared = {name: x[number, mine] for name, x in local.items()}
         stream = self.central.open_stream(number, hello.group, first, hello.envs, life, shared)
         stream.welcome = {**welcome, "first_env_id": first}
+        stream.about = f"a host of {counted(hello.envs, 'env')}" if local is None else ""
         return stream

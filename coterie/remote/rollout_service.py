@@ -19,7 +19,7 @@ from coterie.parallel.slots import Slots
 from coterie.parallel.weights import Weights
 from coterie.remote.admission import ClientIds, SettingsRequest, check_hello, settings_of
 from coterie.runs.config_io import to_dict
-from coterie.types import MASK, Array, CoterieError, Spec
+from coterie.types import MASK, Array, CoterieError, Spec, counted
 from coterie.wire.codec import Layout, Refused, Tensor, check_values
 from coterie.wire.service import Answer, ServiceStream
 
@@ -122,7 +122,9 @@ class RolloutService:
         if first not in self.streams and taken + hello.envs > self.room:
             raise Refused(f"no room for {hello.envs} more envs of remote actors: {taken} of {self.room} (replay.envs)")
         self.streams[first] += 1
-        return _PushStream(self, {**self._welcome(hello), "first_env_id": first})
+        stream = _PushStream(self, {**self._welcome(hello), "first_env_id": first})
+        stream.about = f"an actor of {counted(hello.envs, 'env')}"
+        return stream
 
     def arrive(self, stream: _PushStream, arrays: dict[str, Array], answer: Answer) -> None:
         with self._changed:

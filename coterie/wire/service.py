@@ -46,6 +46,7 @@ class ServiceStream(ABC):
     reads: Layout = Layout(())  # of the client's data frames
     writes: Layout = Layout(())  # of the answers
     alive: bool = True  # False once another stream of the client has replaced this one
+    about: str = ""  # what joins the run with it, for the log
 
     def __init__(self, welcome: Mapping[str, Any]) -> None:
         self.welcome = welcome  # fields of the Welcome, except `sends` and `credits`
@@ -72,7 +73,7 @@ class ServerStream:
         self.server, self.context = server, context
         self.peer = unquote(context.peer())
         self.stream: ServiceStream | None = None
-        self.number = 0
+        self.number, self.joined = 0, False
         self._writing = asyncio.Lock()
 
     async def handshake(self, token: str, seconds: float) -> Any:
@@ -116,6 +117,8 @@ class ServerStream:
         self.server.open.add(self)
         self.server.proven.add(self.peer)
         await self._write(Frame(welcome={**stream.welcome, "credits": 1, "sends": stream.writes.message()}))
+        self.joined = bool(stream.about)
+        self.log("has joined")
         loop = asyncio.get_running_loop()
         while (frame := await self._read(most + INFO_BYTES)) is not None:
             if frame.WhichOneof("kind") != "data":
@@ -166,6 +169,11 @@ class ServerStream:
         self.server.bytes_out += len(data)
         async with self._writing:
             await self.context.write(data)
+
+    def log(self, what: str) -> None:
+        """A line for the run's log, of a client that joins it."""
+        if self.joined and self.stream is not None:
+            self.server.log(f"{self.peer.partition(':')[2] or self.peer} {what}: {self.stream.about}")
 
     async def end(self, reason: str) -> None:
         await self._write(Frame(over={"reason": reason}))

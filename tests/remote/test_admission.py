@@ -53,6 +53,13 @@ def test_a_good_client_is_served_and_its_welcome_has_the_settings(services: Any,
     assert not welcome.sends
 
 
+def test_the_log_says_when_a_client_joins_and_when_it_leaves(services: Any, method: str):
+    assert services.works()
+    wait_until(lambda: not services.server._streams)
+    what = {INFER: "a host of 3 envs", PUSH: f"an actor of {WIDTH} envs", PULL: f"an actor of {WIDTH} envs"}[method]
+    assert services.lines == [f"unix: has joined: {what}", f"unix: has left: {what}"]
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [

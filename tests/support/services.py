@@ -71,7 +71,8 @@ class Services:
     server: Server
 
     def serve(self, address: str, services: dict[str, Any]) -> None:
-        self.server = Server(address, services, limits=Limits(message_bytes=MOST))
+        self.lines = list[str]()
+        self.server = Server(address, services, limits=Limits(message_bytes=MOST), log=self.lines.append)
 
     def raw(self, channel: grpc.Channel, *frames: bytes, method: str) -> Raw:
         return Raw(channel, *frames, method=f"/{SERVICE}/{method}")

@@ -21,7 +21,7 @@ class Served:
 
     def __init__(self, address: str, **options: Any) -> None:
         self.service, self.lines = EchoService(), list[str]()
-        self.server = Server(address, {"Infer": self.service}, on_refused=self.lines.append, **options)
+        self.server = Server(address, {"Infer": self.service}, log=self.lines.append, **options)
         self.address = address
 
 
