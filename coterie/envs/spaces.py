@@ -262,11 +262,11 @@ def _box_action(space: spaces.Box) -> ActionMap:
     return ActionMap(spec, tuple(space.shape), None if unit else center, None if unit else half, limit)
 
 
-def flatten(obs: Any, fields: list[ObsField]) -> Obs:
-    """A (nested) batched observation as our flat one, converted."""
+def flatten(obs: Any, fields: list[ObsField], take: Callable[[Any], Any] = lambda x: x) -> Obs:
+    """A (nested) batched observation as our flat one, converted. `take`: what of each array."""
     out = {}
     for f in fields:
-        x = leaf_of(obs, f.path)
+        x = take(leaf_of(obs, f.path))
         out[f.name] = x if f.convert is None else f.convert(x)
     return from_entries(out)
 

@@ -145,14 +145,16 @@ class VectorBackend(Backend):
 
     def _restarted(self, which: Array) -> Obs:
         """Begin new episodes in some of the envs; returns their observations."""
-        return self._flat(_rows(self.restart(which), which))
+        return self._flat(self.restart(which), which)
 
     def restart(self, which: Array) -> Any:
         """Begin new episodes in some of the envs; returns the env's answer, whose other rows may hold anything."""
         return self.env.reset(options={"reset_mask": which.copy()})[0]
 
-    def _flat(self, obs: Any) -> Obs:
-        return map_obs(_shared, flatten(obs, self.fields))
+    def _flat(self, obs: Any, which: Array | None = None) -> Obs:
+        """An observation of the env's own structure, or its rows `which`."""
+        flat = flatten(obs, self.fields, lambda x: x if which is None else _shared(x)[which])
+        return map_obs(_shared, flat)
 
     def _with_final(self, obs: Obs, info: Mapping[str, Any], done: Array, truncated: Array) -> Obs:
         """`obs` with the last observations of episodes in place of the first ones of the next."""
@@ -165,7 +167,7 @@ class VectorBackend(Backend):
             space, rows = self.env.single_observation_space, list(final[done])
             batch = concatenate(space, rows, create_empty_array(space, len(rows)))  # type: ignore[arg-type]
             return _with(obs, done, self._flat(batch))
-        return _with(obs, done, self._flat(_rows(final, done)))
+        return _with(obs, done, self._flat(final, done))
 
     def _numbers(self, info: Mapping[str, Any], done: Array) -> dict[str, Array]:
         """The numbers in info; `final_info` has those of steps that ended an episode."""
@@ -208,13 +210,6 @@ def receive(backend: Backend) -> StepResults:
     obs = {k: np.array(on_host(x), bool) if k == MASK else _shared(x) for k, x in entries(batch.obs).items()}
     small: Any = {k: np.array(on_host(getattr(batch, k)), bool) for k in (*batch._fields[2:5], "first")}
     return batch._replace(obs=from_entries(obs), reward=np.array(on_host(batch.reward), np.float32), **small)
-
-
-def _rows(obs: Any, which: Array) -> Any:
-    """Rows of an observation of the env's own structure."""
-    if isinstance(obs, Mapping):
-        return {key: _rows(x, which) for key, x in obs.items()}
-    return tuple(_rows(x, which) for x in obs) if isinstance(obs, tuple) else _shared(obs)[which]
 
 
 def edge(backend: Backend, first: StepResults) -> Callable[[Any], Any]:
