@@ -28,7 +28,6 @@ State = dict[str, Tensor]
 fused_adam: Callable[..., None] | None = None
 if hasattr(torch, "_fused_adam_"):
     fused_adam = partial(torch._fused_adam_, weight_decay=0.0, amsgrad=False, maximize=False)
-_LATE = torch.full((), 1e9)  # an update that Adam's bias corrections no longer change
 
 
 class _Scratch(threading.local):
@@ -37,11 +36,11 @@ class _Scratch(threading.local):
     """
 
     def __init__(self) -> None:
-        self._buffer = torch.zeros(0)
+        self._buffer = torch.empty(0)
 
     def like(self, x: Tensor) -> Tensor:
         if self._buffer.numel() < x.numel() or self._buffer.device != x.device:
-            self._buffer = torch.zeros_like(x)
+            self._buffer = torch.empty_like(x)
         return self._buffer[: x.numel()]
 
 
@@ -72,17 +71,9 @@ class RMSProp:
         """One step in place on `param` and `state`; all `[n]`. A tensor `lr` is on their device."""
         assert param.dim() == 1, param.shape
         assert param.shape == grad.shape == state["square"].shape
-        square, root, inside = state["square"], self._scratch.like(param), self.inside
-        if fused_adam is not None and self.alpha and not param.is_cuda:  # Adam without momentum: `root` is its mean
-            eps = 0.0 if inside else self.eps
-            if inside:
-                square.add_(self.eps / self.alpha)  # of which the kernel leaves eps
-            fused_adam([param], [grad], [root], [square], [], [_LATE], lr=lr, beta1=0.0, beta2=self.alpha, eps=eps)
-            if inside:
-                square.sub_(self.eps)
-            return
+        square, root = state["square"], self._scratch.like(param)
         square.mul_(self.alpha).addcmul_(grad, grad, value=1 - self.alpha)
-        if inside:
+        if self.inside:
             torch.add(square, self.eps, out=root).sqrt_()
         else:
             torch.sqrt(square, out=root).add_(self.eps)
