@@ -109,8 +109,12 @@ def gala_a2c(env: Part = "Pong-v5", **overrides: Any) -> Config:
 
 
 def gala_ppo(env: Part = "Pong-v5", **overrides: Any) -> Config:
-    """Gossiping PPO learners, mixed once for each rollout: a combination that no paper has."""
-    return derive(ppo, "gala-ppo", env, overrides, {"exchange": "gossip", "learners": "auto"})
+    """Gossiping PPO learners, mixed once for each rollout: a combination that no paper has. Images: each learner has
+    half of `ppo`'s simulators and minibatches, so that each of two makes as many updates as `ppo` for the run's env
+    steps.
+    """
+    image = {"env.num_envs": 8, "ppo.batch_size": 1024, "ppo.minibatch_size": 128}
+    return derive(ppo, "gala-ppo", env, overrides, {"exchange": "gossip", "learners": "auto"}, image)
 
 
 def bc(env: Part = "Hopper-v5", **overrides: Any) -> Config:
