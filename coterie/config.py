@@ -408,7 +408,7 @@ class Config:
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 for images where it is the faster
     graphs: bool = True  # a learner step and acting each run as one graph: of CUDA, or of TorchScript on a CPU
     deterministic: bool = False  # torch's deterministic algorithms: slower; on a GPU a replay needs them
-    torch_threads: Natural = 0  # threads that share the training of a batch; 0: one per core for images, else 1
+    torch_threads: Natural = 0  # threads that share the training of a batch; 0: by the network, the batch and the cores
     callbacks: tuple[str, ...] = ()  # each package.module:callable (docs/guides/callbacks.md)
     out: str = ""  # run folder; empty: runs/PRESET-ENV-sSEED-TIME
     env: Env = field(default_factory=Env)

@@ -147,8 +147,8 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
 
     @abstractmethod
     def look_ahead(self, rows: R, at: slice) -> Tensor:
-        """What can be computed for the samples `at` of a batch while the one before is trained on: in a thread, without
-        the trained network's weights. The samples lie along `batch_axis` of it.
+        """What can be computed for the samples `at` of a batch without the trained network's weights, and so while the
+        batch before is trained on. The samples lie along `batch_axis` of it.
         """
 
     def trained(self, rows: R) -> Tensor:
@@ -181,7 +181,7 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
         while self.due >= self.batch_rows and replay.size:
             self.due -= self.batch_rows
             found, ahead = (prefetched or self._fetch(device))()
-            ahead = self._ahead(found) if ahead is None else ahead
+            ahead = self.ahead(found) if ahead is None else ahead
             prefetched = self._fetch(device) if self.due >= self.batch_rows else None
             self.before_batch(model)
             yield ReplayBatch(found, ahead, self.trained(found), self.chunk, self.batch_rows)
@@ -238,9 +238,10 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
         rows = replay.gather(picks)
         if device.type != "cpu":
             rows = map_tensors(lambda x: x.to(device), rows)
-        return rows, self._ahead(rows) if self.team.size == 1 else None
+        return rows, self.ahead(rows) if self.team.size == 1 else None
 
-    def _ahead(self, rows: R) -> Tensor:
+    def ahead(self, rows: R) -> Tensor:
+        """`look_ahead` for a whole batch, shared by the team."""
         ways = self.team.size
         pieces = slices(self.q.batch_size, self.chunk, ways)
 

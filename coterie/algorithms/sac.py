@@ -175,6 +175,9 @@ class SAC(ReplayLearning[Transitions]):
         """The noise of the actions after and of those at the samples `[n, 2, A]`. Targets need the newest policy."""
         return torch.randn(len(rows.n_step[at]), 2, self.actions, generator=self.rng).to(rows.n_step.device)
 
+    def ahead(self, rows: Transitions) -> Tensor:
+        return self.look_ahead(rows, slice(None))  # by one thread: random numbers are drawn in a fixed order
+
     @recordable
     def loss(self, model: Model, batch: ReplayBatch[Transitions]) -> Loss:
         """Critics: the squared error to r + discount (min Q'(s', a') - alpha log pi(a'|s')) (equations 5 and 6).

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from coterie.config import ResolvedConfig, Wire
 from coterie.envs.news import EnvNews, Means
 from coterie.envs.tasks import child_env, tasks
+from coterie.parallel.clock import Budget
 from coterie.types import Array, Spec, counted
 from coterie.wire.auth import read_token
 from coterie.wire.codec import Layout, Refused, layout_from, timestep_layout
@@ -25,6 +26,7 @@ from coterie.wire.service import Answer, Limits, Service, ServiceStream
 
 FIRST_REMOTE_ID = 1 << 20  # numbers of remote hosts, and the env ids of remote clients, start here
 _REMEMBERED = 10_000  # remote clients
+_LINES = 100  # for the log between two reports, and of clients that join or leave within an hour
 ENV_SETTINGS = ("action_repeat", "max_episode_steps", "time_limit")  # that a run sets for its remote clients' envs
 
 
@@ -33,7 +35,8 @@ class Servers:
 
     def __init__(self, wire: Wire) -> None:
         self.wire, self.open = wire, list[Server]()
-        self._lines = deque[str](maxlen=100)
+        self._refused, self._clients = deque[str](maxlen=_LINES), deque[str](maxlen=_LINES)
+        self._logged = Budget(_LINES)
         self._info, self._lock = Means(), threading.Lock()
 
     def serve(self, address: str, services: Mapping[str, Service], field: str = "") -> None:
@@ -47,7 +50,7 @@ class Servers:
             token=read_token(access.token_file) if access.token_file else "",
             credentials=server_credentials(access.cert, access.key) if access.cert else None,
             limits=Limits(self.wire.max_message_mb << 20),
-            log=self._lines.append,
+            on_client=self._add_client,
             on_info=self._add_info,
             field=field or "env hosts",
         )
@@ -57,12 +60,20 @@ class Servers:
         with self._lock:
             self._info.add(more)
 
+    def _add_client(self, line: str, refused: bool) -> None:
+        if refused:
+            self._refused.append(line)
+        elif self._logged.spend():
+            more = "" if self._logged.left else "; no more clients that join or leave are logged in this hour"
+            self._clients.append(line + more)
+
     def news(self) -> EnvNews:
         """Since the last call: clients that were refused, with the reasons, that joined and that left, and the numbers
         in info of remote envs.
         """
         with self._lock:
-            return EnvNews([self._lines.popleft() for _ in range(len(self._lines))], self._info.take())
+            lines = [queue.popleft() for queue in (self._refused, self._clients) for _ in range(len(queue))]
+            return EnvNews(lines, self._info.take())
 
     def close(self, over: bool) -> None:
         """`over`: the run has ended for good; otherwise clients may reconnect."""
@@ -184,5 +195,5 @@ class EnvHostService:
             shared = {name: x[number, mine] for name, x in local.items()}
         stream = self.central.open_stream(number, hello.group, first, hello.envs, life, shared)
         stream.welcome = {**welcome, "first_env_id": first}
-        stream.about = f"a host of {counted(hello.envs, 'env')}" if local is None else ""
+        stream.about = f"{counted(hello.envs, 'env')} of a host" if local is None else ""
         return stream

@@ -123,7 +123,7 @@ class RolloutService:
             raise Refused(f"no room for {hello.envs} more envs of remote actors: {taken} of {self.room} (replay.envs)")
         self.streams[first] += 1
         stream = _PushStream(self, {**self._welcome(hello), "first_env_id": first})
-        stream.about = f"an actor of {counted(hello.envs, 'env')}"
+        stream.about = f"{counted(hello.envs, 'env')} of an actor"
         return stream
 
     def arrive(self, stream: _PushStream, arrays: dict[str, Array], answer: Answer) -> None:

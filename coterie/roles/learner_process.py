@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -81,15 +81,15 @@ class LearnerProcess:
         config, context, resources = self.config, self.context, self.resources
         self.model = first_model(config, self.spec, incarnation).to(resources.device)
         self.params = FlatParams(self.model)
-        self.algorithm = make_algorithm(config, self.spec, resources.compute, context.rank)
+        size = resources.torch_threads if config.model.compile == "none" else 1
+        self.trainers = made.enter_context(closing(Team(size)))
+        self.algorithm = make_algorithm(config, self.spec, replace(resources.compute, threads=size), context.rank)
         self.progress, self.stages = Progress(), Stages()
         self._counts_lock, self._outliers_said = threading.Lock(), False
         self.before: dict[str, int] = {}  # this learner's counts when it was started
         self.life = LifeRecord(config, context, incarnation)
         made.callback(self.life.close)
         self.moments = moments = normalizers(config, self.model)
-        self.trainers = Team(resources.torch_threads if config.model.compile == "none" else 1)
-        made.callback(self.trainers.close)
         self.exchange = make_exchange(config, self.params, moments, context, self.life.note, self.trainers)
         self.actor, self.refresh_actor = acting_copy(self.model, resources.dtype)
         self.rngs: list[torch.Generator] = []
@@ -124,8 +124,8 @@ class LearnerProcess:
         self._opened = made.enter_context(ExitStack())
         self._opened.callback(self.acting.close)
         self._opened.callback(self._close_servers)  # before: env hosts receive the end before their actions stop
-        compute = autocast(resources.device, resources.dtype)
-        self.gradients = Gradients(self.model, self.params, self.trainers, compute, resources.record)
+        mixed = autocast(resources.device, resources.dtype)
+        self.gradients = Gradients(self.model, self.params, self.trainers, mixed, resources.record)
         if config.model.compile != "none":  # acting has other shapes, and stays as it is
             compiled = torch.compile(self.model, mode=config.model.compile, dynamic=False)
             self.gradients.models[0] = cast(Network, compiled)
@@ -224,14 +224,14 @@ class LearnerProcess:
 
     def news(self) -> EnvNews:
         """Of its envs, and of remote ones and their clients."""
-        (failures, info), (refused, remote) = self.acting.news(), self.servers.news()
+        (failures, info), (clients, remote) = self.acting.news(), self.servers.news()
         info.add(remote)
         outliers = []
         if (count := self._outliers) and not self._outliers_said:
             self._outliers_said = True
             outliers = [f"{counted(count, 'observation')} far from the mean: its normalizer does not count it as it is"]
         warnings = [line] if (line := self.algorithm.warning()) else []
-        return EnvNews(failures + refused + outliers + warnings, info)
+        return EnvNews(failures + clients + outliers + warnings, info)
 
     @property
     def _outliers(self) -> int:

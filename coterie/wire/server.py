@@ -78,7 +78,7 @@ class Server:
     def __init__(
         self, address: str, services: Mapping[str, Service], *, token: str = "",
         credentials: grpc.ServerCredentials | None = None, limits: Limits | None = None,
-        log: Callable[[str], None] = lambda line: None,
+        on_client: Callable[[str, bool], None] = lambda line, refused: None,
         on_info: Callable[[Mapping[str, tuple[float, int]]], None] = lambda info: None, field: str = "wire.bind",
     ) -> None:  # fmt: skip
         if not is_local(address) and (credentials is None or not token):
@@ -88,7 +88,7 @@ class Server:
         self.token = token or (own_token(address) if self.port else "")
         self.tokens = {rpc: self.token and scoped(self.token, SCOPES[rpc]) for rpc in services}
         self.credentials = credentials
-        self.limits, self.log, self.on_info = limits or Limits(), log, on_info
+        self.limits, self.on_client, self.on_info = limits or Limits(), on_client, on_info
         self.refused = Counter[str]()  # by client
         self.bytes_in = self.bytes_out = 0
         self._streams = Counter[str]()
@@ -236,7 +236,7 @@ class Server:
                         by_client.pop(client, None)
                 if connection.stream is not None:
                     connection.stream.leave()
-                    connection.log("has left")
+                    connection.tell("has left")
 
         return handle
 
@@ -283,7 +283,7 @@ class Server:
     def _note(self, client: str, reason: str) -> None:
         if len(self.refused) < self.limits.all_streams or client in self.refused:
             if not self.refused[client]:
-                self.log(f"refused {client}: {reason}")
+                self.on_client(f"refused {client}: {reason}", True)
             self.refused[client] += 1
 
     @property

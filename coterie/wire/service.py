@@ -118,7 +118,7 @@ class ServerStream:
         self.server.proven.add(self.peer)
         await self._write(Frame(welcome={**stream.welcome, "credits": 1, "sends": stream.writes.message()}))
         self.joined = bool(stream.about)
-        self.log("has joined")
+        self.tell("has joined")
         loop = asyncio.get_running_loop()
         while (frame := await self._read(most + INFO_BYTES)) is not None:
             if frame.WhichOneof("kind") != "data":
@@ -170,10 +170,11 @@ class ServerStream:
         async with self._writing:
             await self.context.write(data)
 
-    def log(self, what: str) -> None:
-        """A line for the run's log, of a client that joins it."""
+    def tell(self, what: str) -> None:
+        """A line for the run's log, if something joined the run with this stream."""
         if self.joined and self.stream is not None:
-            self.server.log(f"{self.peer.partition(':')[2] or self.peer} {what}: {self.stream.about}")
+            name = self.peer.partition(":")[2] or "a local client"
+            self.server.on_client(f"{name} {what}: {self.stream.about}", False)
 
     async def end(self, reason: str) -> None:
         await self._write(Frame(over={"reason": reason}))

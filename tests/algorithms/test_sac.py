@@ -13,6 +13,7 @@ import torch.distributions as td
 
 import coterie
 from coterie import presets
+from coterie.algorithms.base import Compute
 from coterie.algorithms.ppo import PPO
 from coterie.algorithms.sac import SAC, Critics, SACNetwork, squashed
 from coterie.build.evaluate import Player
@@ -95,6 +96,16 @@ def test_the_loss_is_the_papers_and_the_target_follows(given: Any, nats: float) 
     algorithm.after_step(model, batch)
     for old, new, trained in zip(before, algorithm.target.parameters(), critics.parameters(), strict=True):  # type: ignore[union-attr]
         torch.testing.assert_close(new, old + 0.005 * (trained - old))
+
+
+def test_the_noise_of_a_team_is_that_of_one_thread() -> None:
+    config = make_config(algorithm="sac", **SMALL, **{"env.num_envs": 8, "algo.unroll_length": 6})
+    found = []
+    for threads in (1, 4):
+        algorithm, model = make_algorithm(config, SPEC, Compute(threads=threads)), make_model(config, SPEC)  # type: ignore[arg-type]
+        found.append([batch.ahead for batch in algorithm.batches(model, make_rollout(SPEC, 6, 8))])
+    assert len(found[0]) == 6
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_a_copy_for_acting_in_bf16_has_nearly_the_same_policy() -> None:

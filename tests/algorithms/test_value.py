@@ -113,6 +113,17 @@ def test_each_row_is_trained_on_as_often_as_the_intensity_says(intensity, size):
     assert batches == int((rows - 96) * intensity / size)
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_team_that_looks_ahead_finds_what_one_thread_finds(name):
+    found = []
+    for threads in (1, 3, 3):
+        algorithm, model = build(Compute(threads=threads), **VARIANTS[name])
+        found.append([batch.ahead for batch in drawn(algorithm, model)])
+    for one, team, again in zip(*found, strict=True):
+        torch.testing.assert_close(one, team)
+        assert torch.equal(team, again)
+
+
 @pytest.mark.parametrize("name", ["plain", "r2d2"])
 def test_a_target_network_in_bf16_is_close_to_one_in_float32_and_in_pieces_it_is_the_same(name):
     found = {}

@@ -15,8 +15,8 @@ from grpc import StatusCode
 
 from coterie.build.resources import resolve_config
 from coterie.build.validity import room_of
-from coterie.config import Ray
-from coterie.remote.admission import ClientIds, settings_of
+from coterie.config import Ray, Wire
+from coterie.remote.admission import ClientIds, Servers, settings_of
 from coterie.remote.rollout_service import RolloutService
 from coterie.types import ActionSpec, Spec
 from coterie.wire.client import Connection, Endpoint
@@ -56,8 +56,19 @@ def test_a_good_client_is_served_and_its_welcome_has_the_settings(services: Any,
 def test_the_log_says_when_a_client_joins_and_when_it_leaves(services: Any, method: str):
     assert services.works()
     wait_until(lambda: not services.server._streams)
-    what = {INFER: "a host of 3 envs", PUSH: f"an actor of {WIDTH} envs", PULL: f"an actor of {WIDTH} envs"}[method]
-    assert services.lines == [f"unix: has joined: {what}", f"unix: has left: {what}"]
+    what = "3 envs of a host" if method == INFER else f"{WIDTH} envs of an actor"
+    assert services.lines == [f"a local client has joined: {what}", f"a local client has left: {what}"]
+
+
+def test_clients_that_come_and_go_all_the_time_leave_room_for_refusals():
+    servers = Servers(Wire())
+    servers._add_client("refused a: no token", True)
+    for i in range(500):
+        servers._add_client(f"{i} has joined", False)
+    refused, *joined = servers.news().failures
+    assert refused == "refused a: no token"
+    assert len(joined) == 100
+    assert joined[-1] == "99 has joined; no more clients that join or leave are logged in this hour"
 
 
 @pytest.mark.parametrize(

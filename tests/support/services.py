@@ -72,7 +72,11 @@ class Services:
 
     def serve(self, address: str, services: dict[str, Any]) -> None:
         self.lines = list[str]()
-        self.server = Server(address, services, limits=Limits(message_bytes=MOST), log=self.lines.append)
+        self.server = Server(address, services, limits=Limits(message_bytes=MOST), on_client=self._log)
+
+    def _log(self, line: str, refused: bool) -> None:
+        if not refused:
+            self.lines.append(line)
 
     def raw(self, channel: grpc.Channel, *frames: bytes, method: str) -> Raw:
         return Raw(channel, *frames, method=f"/{SERVICE}/{method}")

@@ -21,7 +21,9 @@ class Served:
 
     def __init__(self, address: str, **options: Any) -> None:
         self.service, self.lines = EchoService(), list[str]()
-        self.server = Server(address, {"Infer": self.service}, log=self.lines.append, **options)
+        self.server = Server(
+            address, {"Infer": self.service}, on_client=lambda line, refused: self.lines.append(line), **options
+        )
         self.address = address
 
 

@@ -1,7 +1,7 @@
 """A discrete-event simulation of a run (simpy), in which processes wait for one another as in acting and exchange.
 
 It leaves out faults, evaluations, checkpoints, a GPU's copies, differences between cores, contention between threads of
-one process, and how an env's or a net's cost changes while it learns.
+one process, their shares of an update, and how an env's or a net's cost changes while it learns.
 """
 
 from __future__ import annotations

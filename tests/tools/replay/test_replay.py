@@ -31,6 +31,7 @@ LAYOUTS = {
     "impala, synchronous": {"algorithm": "vtrace", "acting": "decoupled", "exchange": "allreduce", **TWO, **ACTORS},
     "impala, gossip": {"algorithm": "vtrace", "acting": "decoupled", "exchange": "gossip", **TWO, **ACTORS},
     "dqn, actors": {"algorithm": "dqn", "acting": "decoupled", **ACTORS},
+    "dqn, two threads": {"algorithm": "dqn", "torch_threads": 2, "q.noisy": True, "q.batch_size": 24},
     "seed": {"algorithm": "vtrace", "acting": "central", "actors": 2, "model.normalize_obs": True},
     "seed, gossip": {"algorithm": "vtrace", "acting": "central", "exchange": "gossip", "actors": 2, **TWO},
     "seed, r2d2": {"algorithm": "r2d2", "acting": "central", "actors": 2, "model.core": "lstm", **SHORT},
