@@ -136,6 +136,8 @@ def find_runs(given: Iterable[str]) -> list[RecordedRun]:
     found: list[RecordedRun] = []
     for name in given:
         folder = Path(name)
+        if folder.is_file() and Path(name.removesuffix(".args.json").removesuffix(".txt")).is_dir():
+            continue  # what a sweep wrote beside the folder: the shell's `sweep-*` names it, too
         inner = [] if (folder / "config.json").exists() else sorted(p.parent for p in folder.glob("*/config.json"))
         found += [read_run(path) for path in inner or [folder]]
     seen = [run.folder.resolve() for run in found]

@@ -74,6 +74,14 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
         find_runs([str(tmp_path / "sub"), str(tmp_path / "sub/a")])
 
 
+def test_files_that_a_sweep_wrote_beside_a_run_are_passed_over(tmp_path):
+    for k in (0, 1):
+        record(tmp_path / f"sweep-lr-{k}", "ppo", seed=k)
+        for suffix in (".args.json", ".txt"):
+            (tmp_path / f"sweep-lr-{k}{suffix}").write_text("[]")
+    assert [run.seed for run in find_runs(sorted(map(str, tmp_path.glob("sweep-*"))))] == [0, 1]
+
+
 def test_the_interquartile_mean_is_of_the_middle_half():
     assert interquartile_mean(np.array([9.0, -100, 2, 4, 1e6, 3, 5, 8])) == pytest.approx((3 + 4 + 5 + 8) / 4)
     assert interquartile_mean(np.array([1.0, 2.0, 6.0])) == pytest.approx(3.0)  # a quarter of three is none
