@@ -131,7 +131,8 @@ def _guarded(env_id: str, make: Any, options: dict[str, Any]) -> Any:
         raise _missing_library(env_id, error) from error
     except TypeError as error:
         if found := re.search(r"unexpected keyword argument '(\w+)'", str(error)):
-            raise ConfigError(f"env.kwargs: {env_id!r} has no option {found.group(1)!r}") from error
+            hint = "gymnasium's options need env.backend workers"
+            raise ConfigError(f"env.kwargs: EnvPool's {env_id!r} has no option {found.group(1)!r}; {hint}") from error
         raise ConfigError(f"env.id {env_id!r}: an option has a wrong type: {json.dumps(options)}") from error
     except (AssertionError, ValueError, RuntimeError, KeyError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
