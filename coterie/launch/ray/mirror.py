@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-import time
 from collections import deque
 from collections.abc import Collection, Iterable
 from contextlib import suppress
@@ -19,6 +18,7 @@ from typing import Any
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from coterie.parallel.clock import awake
 from coterie.runs.trust import SIGNATURE
 from coterie.types import CoterieError, reason_of
 
@@ -46,8 +46,8 @@ class Mirror:
         self._local = isinstance(self._to, LocalFileSystem)
         self._known: dict[str, str] = {}  # a stamp of each file of `target`
         self._thread: threading.Thread | None = None
-        self._begun, self._failures, self._reported = 0.0, deque[str](), False
-        self.updated = 0.0  # when the last update that succeeded began, on the monotonic clock
+        self._begun, self._failures, self._reported, self._stopped = 0.0, deque[str](), False, False
+        self.updated = 0.0  # when the last update that succeeded began, on the clock of `awake`
 
     def take_as_equal(self) -> None:
         """Take `target` to have all files of `source`, as after a copy in the other direction."""
@@ -58,7 +58,7 @@ class Mirror:
 
     def update(self) -> None:
         """Copy what changed since the last update."""
-        begun = time.monotonic()
+        begun = awake()
         try:
             found = self._stamps()
             changed = [name for name, stamp in found.items() if self._known.get(name) != stamp]
@@ -78,11 +78,19 @@ class Mirror:
     def poll(self, now: bool = False) -> list[str]:
         """Update in the background when that is due, or `now`. Returns a line if it fails, once for each failure."""
         due = self._begun + (0 if now else _LOCAL_S if self._local else _REMOTE_S)
-        if (self._thread is None or not self._thread.is_alive()) and time.monotonic() >= due:
-            self._begun = time.monotonic()
+        if (self._thread is None or not self._thread.is_alive()) and awake() >= due:
+            self._begun = awake()
             self._thread = threading.Thread(target=self._update_quietly, name="coterie-storage", daemon=True)
             self._thread.start()
         return [self._failures.popleft() for _ in range(len(self._failures))]
+
+    def stop(self, timeout: float) -> None:
+        """Wait for the update in the background, then allow none. From here on `source` may be removed without loss to
+        `target`, even if the update takes longer than `timeout` seconds.
+        """
+        if self._thread is not None:
+            self._thread.join(timeout)
+        self._stopped = True
 
     def _update_quietly(self) -> None:
         try:
@@ -94,6 +102,7 @@ class Mirror:
 
     def copy(self, name: str) -> bool:
         """Copy one file; False if it no longer exists. A local one is replaced at once."""
+        self._check()
         source, target = f"{self._source}/{name}", f"{self._target}/{name}"
         folder, _, last = target.rpartition("/")
         draft = f"{folder}/.{last}.new" if self._local else target
@@ -111,8 +120,13 @@ class Mirror:
 
     def remove(self, name: str) -> None:
         """Remove a file or a folder of `target`, if it exists."""
+        self._check()
         with suppress(FileNotFoundError):
             self._to.rm(f"{self._target}/{name}", recursive=True)
+
+    def _check(self) -> None:
+        if self._stopped:
+            raise CoterieError("ended")
 
     def _stamps(self) -> dict[str, str]:
         """The files of `source` to be copied. A stamp (size, times, version) changes whenever its file does."""

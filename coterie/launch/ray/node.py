@@ -18,6 +18,7 @@ from coterie.launch.ray import watchdog
 from coterie.launch.ray.allocation import Allocation, Part, Site, Worker, site_config, worker_args
 from coterie.launch.ray.cluster import Address, Orders, Terms
 from coterie.launch.ray.mirror import OF_THE_RUN, Mirror, site_url
+from coterie.parallel.clock import awake
 from coterie.parallel.processes import scratch_folder
 from coterie.runs import checkpoint
 from coterie.runs.config_io import to_dict
@@ -27,6 +28,7 @@ from coterie.wire.keys import CERT, token_file
 _POLL_S = 0.5
 _SILENT_S = 60.0  # for the board to answer: a node that is out of reach for longer gives up
 _STORE_S = 300.0  # for the storage to have all files at the end
+_STOP_S = 60.0  # for an update of the storage to end
 _AGAIN_S = 5.0  # before a command that ended too early is started again
 _TRIES = 100  # for consecutive free ports
 _ERROR = "coterie: "  # before the line that a command fails with
@@ -137,13 +139,13 @@ class Node:
 
     def _start_worker(self, worker: Worker, address: Address, terms: Terms) -> None:
         assert terms.peer is not None
+        self.end()
         args = worker_args(self.allocation, worker, terms.peer, bool(terms.keys))
         self.start(args, {name: x for name, x in terms.keys.items() if name in (CERT, token_file(worker.kind))})
         self.ask("say", f"{worker.name}: at {address[0]}, for site {worker.site}")
 
     def start(self, args: list[str], files: dict[str, bytes]) -> None:
         """Run `coterie ARGS`, with `files` in the node's folder."""
-        self.end()
         here = str(self.here)
         for name, content in files.items():
             with open(os.open(self.here / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
@@ -173,11 +175,11 @@ class Node:
         while True:
             code, lines = self.process.poll(), self._output()
             if code is not None:
-                ended = ended or time.monotonic()
-            if self.mirror is not None:
+                ended = ended or awake()
+            stored = self.mirror is None or self.mirror.updated >= ended or awake() > ended + _STORE_S
+            if self.mirror is not None and not (ended and stored):
                 lines += self.mirror.poll(now=code is not None)
             orders: Orders = self.ask("report", part, lines)
-            stored = self.mirror is None or self.mirror.updated >= ended or time.monotonic() > ended + _STORE_S
             if code is not None and stored:
                 return code, orders.terms != terms and not orders.stop
             if not stopping and (orders.stop or orders.terms != terms):
@@ -203,7 +205,12 @@ class Node:
         return [line for line in lines if not line.startswith(_ERROR)]
 
     def end(self) -> None:
-        """Shut the command down, or kill it after a while."""
+        """Shut the command down, or kill it after a while. The storage is updated no longer: it would lose the
+        checkpoints of a run folder that is removed during an update.
+        """
+        if self.mirror is not None:
+            self.mirror.stop(_STOP_S)
+            self.mirror = None
         if self.process is None:
             return
         if self.process.stdin is not None:

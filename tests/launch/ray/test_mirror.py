@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from coterie.launch.ray.mirror import OF_THE_RUN, Mirror, fetch
 from coterie.runs import checkpoint
 from coterie.types import CoterieError
 from tests.support.runs import save_checkpoint
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 
 def save(run: Path, step: int, value: float = 0.0) -> None:
@@ -126,3 +127,16 @@ def test_an_update_in_the_background_neither_waits_nor_repeats_its_error(tmp_pat
     assert poll_until_idle() == []
     assert mirror.updated > 0
     assert files(tmp_path / "file" / "run") == files(run)
+
+
+def test_a_run_folder_that_is_removed_during_an_update_keeps_its_copy(tmp_path, run, monkeypatch):
+    mirror, go = Mirror(run, tmp_path / "copy"), threading.Event()
+    mirror.update()
+    before, stamps = files(tmp_path / "copy"), mirror._stamps
+    monkeypatch.setattr(mirror, "_stamps", lambda: go.wait(PATIENCE) and stamps())  # of a slow disk
+    mirror.poll(now=True)
+    mirror.stop(0.1)
+    shutil.rmtree(run)
+    go.set()
+    mirror._thread.join(PATIENCE)
+    assert files(tmp_path / "copy") == before
