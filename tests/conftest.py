@@ -34,6 +34,12 @@ def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """A test that fails fails again."""
+    torch.manual_seed(0)
+
+
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 VECTOR = Spec("made-up", {"": ObsSpec((3,), "float32")}, ActionSpec("categorical", (4,)))
 IMAGE = Spec("made-up", {"": ObsSpec((2, 36, 36), "uint8")}, ActionSpec("categorical", (4,)))

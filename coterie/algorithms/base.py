@@ -17,6 +17,7 @@ from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.models.base import Model
 from coterie.ops.policy import masked_mean
 from coterie.parallel.graphs import Record, recordable
+from coterie.parallel.threads import ALONE, Team
 from coterie.types import AgentOutput, ConfigError, CoterieError, Inputs, Rollout, Spec, json_object, reason_of
 
 
@@ -34,7 +35,7 @@ class Compute:
 
     dtype: torch.dtype = torch.float32
     chunk: int = 0
-    threads: int = 1
+    team: Team = ALONE
     record: Record | None = None  # of graphs
     device: torch.device | str = "cpu"
 

@@ -21,7 +21,6 @@ from coterie.algorithms.base import ON_CPU, AlgorithmBase, Batch, Compute, Loss,
 from coterie.algorithms.replay_size import fits_gpu, replay_capacity
 from coterie.config import Config, ResolvedConfig
 from coterie.models.base import Model
-from coterie.parallel.threads import Team
 from coterie.replay.priority import Picks
 from coterie.replay.storage import Capacity
 from coterie.replay.transitions import TransitionReplay
@@ -99,7 +98,7 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
         self.q = config.q
         self.batch_rows = config.q.batch_size * self.rows_per_sample(config)  # env steps that a batch trains on
         self.chunk = max(1, self.chunk // self.rows_per_sample(config)) if self.chunk else 0  # samples of a part
-        self.team = Team(compute.threads)  # looks ahead
+        self.team = compute.team  # looks ahead
         self.sampling: np.random.Generator | None = None  # a secondary learner's; else the replay has its own
         self.replay: Replay[R] | None = None
         self.lender: ReplayLearning[R] | None = None  # a secondary learner samples from this one's replay

@@ -124,6 +124,7 @@ class SAC(ReplayLearning[Transitions]):
     def __init__(self, config: ResolvedConfig, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
         super().__init__(config, spec, compute, seed)
         self.sac, self.actions = config.sac, len(spec.action.low)
+        self.noise = torch.empty(0)  # of the batch that comes next
         self.sampled = 0.0  # of the policy; 1 is uniform-random, see `explore`
         given = self.sac.target_entropy
         self.target_entropy = -float(self.actions) if given == "auto" else given
@@ -171,12 +172,12 @@ class SAC(ReplayLearning[Transitions]):
         self.pairs = list(target.parameters()), list(critics.parameters())
         return target
 
+    def before_look_ahead(self) -> None:
+        self.noise = torch.randn(self.q.batch_size, 2, self.actions, generator=self.rng)
+
     def look_ahead(self, rows: Transitions, at: slice) -> Tensor:
         """The noise of the actions after and of those at the samples `[n, 2, A]`. Targets need the newest policy."""
-        return torch.randn(len(rows.n_step[at]), 2, self.actions, generator=self.rng).to(rows.n_step.device)
-
-    def ahead(self, rows: Transitions) -> Tensor:
-        return self.look_ahead(rows, slice(None))  # by one thread: random numbers are drawn in a fixed order
+        return self.noise[at].to(rows.n_step.device)
 
     @recordable
     def loss(self, model: Model, batch: ReplayBatch[Transitions]) -> Loss:

@@ -46,7 +46,7 @@ class Resources:
 
     @property
     def compute(self) -> Compute:
-        return Compute(self.dtype, self.chunk, self.torch_threads, self.record, self.device)
+        return Compute(self.dtype, self.chunk, record=self.record, device=self.device)
 
 
 def resolve_resources(config: Config, spec: Spec, gpu: int = 0, cores: int = 0) -> Resources:

@@ -35,7 +35,7 @@ class Secondary(Observer):
         self.config = config = replace(config, q=replace(own, batch_size=own.secondary_batch))
         self.model = make_model(config, spec).to(resources.device)
         self.params = FlatParams(self.model)
-        self.algorithm = cast(QLearning[Any], make_algorithm(config, spec, resources.compute))
+        self.algorithm = cast(QLearning[Any], make_algorithm(config, spec, replace(resources.compute, team=team)))
         self.algorithm.borrow(primary)
         self.exchange = Solo(exchange_setup(config, self.params, normalizers(config, self.model), Peers()))
         compute = autocast(resources.device, resources.dtype)

@@ -82,15 +82,15 @@ class LearnerProcess:
         self.model = first_model(config, self.spec, incarnation).to(resources.device)
         self.params = FlatParams(self.model)
         size = resources.torch_threads if config.model.compile == "none" else 1
-        self.trainers = made.enter_context(closing(Team(size)))
-        self.algorithm = make_algorithm(config, self.spec, replace(resources.compute, threads=size), context.rank)
+        self.team = made.enter_context(closing(Team(size)))
+        self.algorithm = make_algorithm(config, self.spec, replace(resources.compute, team=self.team), context.rank)
         self.progress, self.stages = Progress(), Stages()
         self._counts_lock, self._outliers_said = threading.Lock(), False
         self.before: dict[str, int] = {}  # this learner's counts when it was started
         self.life = LifeRecord(config, context, incarnation)
         made.callback(self.life.close)
         self.moments = moments = normalizers(config, self.model)
-        self.exchange = make_exchange(config, self.params, moments, context, self.life.note, self.trainers)
+        self.exchange = make_exchange(config, self.params, moments, context, self.life.note, self.team)
         self.actor, self.refresh_actor = acting_copy(self.model, resources.dtype)
         self.rngs: list[torch.Generator] = []
         self.servers, self._ended = Servers(config.wire), False
@@ -125,7 +125,7 @@ class LearnerProcess:
         self._opened.callback(self.acting.close)
         self._opened.callback(self._close_servers)  # before: env hosts receive the end before their actions stop
         mixed = autocast(resources.device, resources.dtype)
-        self.gradients = Gradients(self.model, self.params, self.trainers, mixed, resources.record)
+        self.gradients = Gradients(self.model, self.params, self.team, mixed, resources.record)
         if config.model.compile != "none":  # acting has other shapes, and stays as it is
             compiled = torch.compile(self.model, mode=config.model.compile, dynamic=False)
             self.gradients.models[0] = cast(Network, compiled)
@@ -149,7 +149,7 @@ class LearnerProcess:
             twin = None if algorithm_class(config).has_replay else make_algorithm(policy, self.spec, resources.compute)
             self.observers.append(Norms(self.gradients, config.log.norms, twin))
         if config.q.secondary_batch:
-            self.secondary = Secondary(config, self.spec, resources, cast(Any, self.algorithm), self.trainers)
+            self.secondary = Secondary(config, self.spec, resources, cast(Any, self.algorithm), self.team)
             self.observers.append(self.secondary)
 
     def _make_rng(self, make: Callable[[int], torch.Generator], key: int) -> torch.Generator:

@@ -62,7 +62,6 @@ def test_weights_that_come_while_the_policy_acts_do_not_change_its_batch(rig):
 
 
 def test_a_real_model_acts_with_copies_of_its_weights():
-    torch.manual_seed(0)
     model = Network(VECTOR, Model(hidden=(16,), normalize_obs=True))
     seen: list[Tensor] = []
 

@@ -23,6 +23,7 @@ from coterie.cli.main import main
 from coterie.cli.options import config_of
 from coterie.config import Config
 from coterie.models.build import acting_copy
+from coterie.parallel.threads import Team
 from coterie.types import ActionSpec, ConfigError, Inputs, ObsSpec, Spec
 from tests.conftest import make_config, make_rollout
 
@@ -102,7 +103,7 @@ def test_the_noise_of_a_team_is_that_of_one_thread() -> None:
     config = make_config(algorithm="sac", **SMALL, **{"env.num_envs": 8, "algo.unroll_length": 6})
     found = []
     for threads in (1, 4):
-        algorithm, model = make_algorithm(config, SPEC, Compute(threads=threads)), make_model(config, SPEC)  # type: ignore[arg-type]
+        algorithm, model = make_algorithm(config, SPEC, Compute(team=Team(threads))), make_model(config, SPEC)  # type: ignore[arg-type]
         found.append([batch.ahead for batch in algorithm.batches(model, make_rollout(SPEC, 6, 8))])
     assert len(found[0]) == 6
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

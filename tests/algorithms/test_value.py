@@ -31,7 +31,6 @@ from tests.conftest import VECTOR, make_config, make_rollout
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize(("chunk", "ways"), [(5, 1), (0, 2), (16, 3)])
 def test_parts_and_threads_add_up_to_the_whole_batch(name, chunk, ways):
-    torch.manual_seed(0)
     algorithm, model = build(**VARIANTS[name])
     batch = drawn(algorithm, model)[-1]
     model = moved(model)
@@ -117,7 +116,7 @@ def test_each_row_is_trained_on_as_often_as_the_intensity_says(intensity, size):
 def test_a_team_that_looks_ahead_finds_what_one_thread_finds(name):
     found = []
     for threads in (1, 3, 3):
-        algorithm, model = build(Compute(threads=threads), **VARIANTS[name])
+        algorithm, model = build(Compute(team=Team(threads)), **VARIANTS[name])
         found.append([batch.ahead for batch in drawn(algorithm, model)])
     for one, team, again in zip(*found, strict=True):
         torch.testing.assert_close(one, team)
@@ -127,7 +126,7 @@ def test_a_team_that_looks_ahead_finds_what_one_thread_finds(name):
 @pytest.mark.parametrize("name", ["plain", "r2d2"])
 def test_a_target_network_in_bf16_is_close_to_one_in_float32_and_in_pieces_it_is_the_same(name):
     found = {}
-    for means in (Compute(), Compute(torch.bfloat16), Compute(torch.float32, 12, 2)):
+    for means in (Compute(), Compute(torch.bfloat16), Compute(torch.float32, 12, Team(2))):
         algorithm, model = build(means=means, **VARIANTS[name], **{"model.hidden": (64,)})
         found[means] = drawn(algorithm, model)[-1].ahead
     plain, rounded, pieces = found.values()

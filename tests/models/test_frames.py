@@ -12,7 +12,6 @@ from coterie.models.torsos import Frames
 @pytest.mark.parametrize("size", [(84, 84), (37, 39), (104, 80)])
 @pytest.mark.parametrize("channels", [1, 3, 4])
 def test_folded_frames_have_the_outputs_and_gradients_of_a_convolution(hwc, size, channels):
-    torch.manual_seed(0)
     layer = Frames(channels, 16, 8, 4, 0, hwc)
     x = torch.randint(0, 256, (4, *((*size, channels) if hwc else (channels, *size))), dtype=torch.uint8)
     for part in (x, x[1:3], x[::2]):
@@ -25,7 +24,6 @@ def test_folded_frames_have_the_outputs_and_gradients_of_a_convolution(hwc, size
 
 
 def test_folded_frames_are_right_in_bf16_and_where_they_cannot_be_folded():
-    torch.manual_seed(0)
     layer = Frames(4, 16, 8, 4, 0, False)
     x = torch.randint(0, 256, (2, 4, 84, 84), dtype=torch.uint8)
     wanted = layer(x)

@@ -57,7 +57,6 @@ CORES = {
 @pytest.mark.parametrize("spec", [VECTOR, IMAGE], ids=["vector", "image"])
 @pytest.mark.parametrize("grad", [True, False], ids=["training", "acting"])
 def test_a_network_over_a_whole_rollout_equals_it_step_by_step(spec, core, grad):
-    torch.manual_seed(0)
     model = Network(spec, CORES[core])
     rollout, t = make_rollout(spec, 12, 5), 7
     whole = inputs_of(rollout, 12)
@@ -79,7 +78,6 @@ def test_a_network_over_a_whole_rollout_equals_it_step_by_step(spec, core, grad)
 @pytest.mark.parametrize("core", [name for name in CORES if name not in ("none", "own network")])
 def test_a_memory_ends_with_its_episode_and_belongs_to_one_env(core):
     """What came before an episode, and what other envs saw, changes nothing; what the episode saw before does."""
-    torch.manual_seed(0)
     model = Network(VECTOR, CORES[core])
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
@@ -103,7 +101,6 @@ def test_a_memory_ends_with_its_episode_and_belongs_to_one_env(core):
 
 def test_a_transformer_sees_its_memory_and_no_further():
     """Two layers that remember 3 steps each see 6 steps back."""
-    torch.manual_seed(0)
     model = Network(VECTOR, CORES["gtrxl"])
     obs = torch.randn(10, 1, 3).requires_grad_()
     zeros = torch.zeros(10, 1)
@@ -154,7 +151,6 @@ def test_a_dueling_head_scales_its_gradient_into_the_torso_but_not_for_r2d2(core
 
 @pytest.mark.parametrize("torso", ["a3c", "gala", "nature", "impala", "football"])
 def test_image_torsos_read_bytes_as_fractions_of_one(torso):
-    torch.manual_seed(0)
     net = build_torso({"": ObsSpec((4, 84, 84), "uint8")}, Model(torso=torso))
     x = torch.randint(0, 256, (2, 4, 84, 84), dtype=torch.uint8)
     first = next(m for m in net.modules() if isinstance(m, torch.nn.Conv2d))
@@ -182,7 +178,6 @@ def test_resnets_halve_the_image_in_every_stage(torso, stages, map_size):
 
 
 def test_channels_last_images_give_what_channels_first_do():
-    torch.manual_seed(0)
     first = build_torso({"": ObsSpec((3, 64, 64), "uint8")}, Model(torso="nature"))
     last = build_torso({"": ObsSpec((64, 64, 3), "uint8")}, Model(torso="nature"))
     last.load_state_dict(first.state_dict())
@@ -237,7 +232,6 @@ def test_a_custom_torso_is_named_by_module_and_callable():
 
 
 def test_acting_copy_follows_the_weights_only_when_refreshed():
-    torch.manual_seed(0)
     model = Network(IMAGE, Model(torso="auto"))
     params = FlatParams(model)
     twin, refresh = acting_copy(model, torch.bfloat16)

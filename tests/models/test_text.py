@@ -88,7 +88,6 @@ def test_gradients_reach_the_words_that_were_read_and_add_up_over_rows(torso):
 
 @pytest.mark.parametrize("core", ["none", "lstm"])
 def test_a_policy_reads_its_mission_in_every_precision(core):
-    torch.manual_seed(0)
     model = Network(SPEC, Model(core=core, core_size=8, normalize_obs=True))
     assert list(model.obs_norm) == ["obs_speed"]
     FlatParams(model)
@@ -200,7 +199,6 @@ def test_only_minigrids_image_of_three_channels_is_a_grid_of_codes():
 @pytest.mark.parametrize("size", [3, 25])
 def test_every_code_of_every_cell_is_told_apart(size):
     """By the first layer, to which each code of each channel is a channel of its own."""
-    torch.manual_seed(0)
     torso = GridTorso((size, size, 3), CODES)
     seen: list[torch.Tensor] = []
     torso.layers[0].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
@@ -222,7 +220,6 @@ def test_every_code_of_every_cell_is_told_apart(size):
 
 def test_an_instruction_says_what_a_thing_in_the_image_means():
     """Without a layer over both, what the mission adds to each action would be the same whatever is seen."""
-    torch.manual_seed(0)
     image = torch.stack([torch.randint(0, n, (2, 7, 7)) for n in CODES], -1).to(torch.uint8)
     for core in ("none", "lstm"):
         model = Network(GRID, Model(core=core))
