@@ -19,7 +19,8 @@ from coterie.tools.reproduce.figure import FIGURES
 
 DOCS = Path(__file__).parents[1] / "docs"
 WORDS = ("differs", "undecided", "agrees")  # the failures first
-EARLIER = "undecided (made before verdicts)"
+OLDER = "made before verdicts"
+EARLIER = f"undecided ({OLDER})"
 HEAD = """# The papers' figures
 
 Every figure and table of the five papers, and two of our own about stale data, as
@@ -33,8 +34,8 @@ run of the other, which happens by chance once in 20 with three runs a side; it 
 other way round. A figure agrees if all its checks hold, and differs if any is reversed.
 [The guide](../guides/reproduce.md#verdicts) has the details.
 
-Figures "made before verdicts" are of 23 November 2026. Since then the defaults of a2c, IMPALA's replay and the measure
-of gradient saturation have changed (changelog).
+Figures "made before verdicts" are of 23 November 2026, most of them with one seed. Since then the defaults of a2c,
+IMPALA's replay and the measure of gradient saturation have changed (changelog).
 
 *Written by `python benchmarks/figures.py`.*
 """
@@ -64,7 +65,7 @@ def section(name: str, budget: Path) -> str:
         shutil.copyfile(budget / "1.svg", DOCS / "results" / "figures" / f"{name}.svg")
         pictures.append(f"![](figures/{name}.svg)")
     body = "\n\n".join([*top, f"`{line}`: {facts} {took}.", *rest, *pictures]).rstrip()
-    return marked(f"## {name}: {title.removeprefix('## ')}\n\n{body}\n")
+    return headed(name, f"{title}\n\n{body}\n")
 
 
 def verdict(text: str) -> str:
@@ -73,9 +74,12 @@ def verdict(text: str) -> str:
     return found[1] if found else ""
 
 
-def marked(text: str) -> str:
-    """A section that has a verdict, also if it is older."""
-    return text if verdict(text) else text.replace("\n\n", f"\n\nVerdict: {EARLIER}.\n\n", 1)
+def headed(name: str, text: str) -> str:
+    """A section below the figure's title, a verdict and the claim, also if it is older than these."""
+    found, figure = verdict(text) or EARLIER, FIGURES[name]
+    body = re.sub(r"\A.*\n+(Verdict: .*\n+)?(Claim: (.+\n)+\n)?", "", text)
+    claim = " ".join(figure.claim.split())
+    return f"## {name}: {figure.title}\n\nVerdict: {found}.\n\nClaim: {claim}\n\n{body}"
 
 
 def anchor(title: str) -> str:
@@ -88,6 +92,8 @@ def summary(sections: dict[str, str]) -> str:
     verdicts = {name: verdict(sections[name]) if name in sections else "undecided (not made)" for name in FIGURES}
     counts = Counter(text.split()[0] for text in verdicts.values())
     said = ", ".join(f"{word} {counts[word]}" for word in WORDS)
+    older, open_ = sum(OLDER in text for text in verdicts.values()), sum(not f.checks for f in FIGURES.values())
+    said += f". {older} were {OLDER}, {open_} have a claim that nothing here can check"
     rows = ["| figure | verdict | shows | envs | budget, size of each run | seeds | training |", "|---" * 7 + "|"]
     for name in sorted(FIGURES, key=lambda name: WORDS.index(verdicts[name].split()[0])):
         if name not in sections:
@@ -120,7 +126,7 @@ def main() -> None:
     root = parser.parse_args().folder
     page = DOCS / "results" / "figures.md"
     written = re.findall(r"^(## ([\w-]+): .*?)(?=^## |\Z)", page.read_text(), re.M | re.S) if page.exists() else []
-    sections = {name: marked(text.rstrip() + "\n") for text, name in written}
+    sections = {name: headed(name, text.rstrip() + "\n") for text, name in written}
     for name in FIGURES:
         budgets = [path.parent for path in root.glob(f"{name}/*/tables.md")]
         if budgets:

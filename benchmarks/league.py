@@ -64,6 +64,11 @@ def train(entry: Entry, folder: Path) -> Record:
     if entry.method.startswith("sb3-"):
         python = ROOT / ".peers" / "sb3" / "bin" / "python"
         return json.loads(call([str(python), *entry.command[1:]], quiet=True).splitlines()[-1])
+    command = folder.with_name(f"{folder.name}.txt")
+    if folder.exists() and command.exists() and command.read_text() != entry.typed:
+        raise SystemExit(f"{folder} is of another command, {command.read_text()}: remove it")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    command.write_text(entry.typed)
     if not (folder / "config.json").exists():
         quiet = ["--log.every", "1", "--log.tensorboard", "false", "--out", str(folder)]
         call([*COTERIE, *entry.command[1:], *quiet])

@@ -52,7 +52,9 @@ class Entry:
 
     @property
     def record(self) -> Record | None:
-        return json.loads(self.path.read_text()) if self.path.exists() else None
+        """None where there is no run of this command: the budget or an option may have changed since."""
+        found = json.loads(self.path.read_text()) if self.path.exists() else {}
+        return found if found.get("command") == self.typed else None
 
     @property
     def done(self) -> bool:

@@ -18,9 +18,10 @@ TITLES = {"mujoco": "MuJoCo"}
 HEAD = """# The league
 
 Every preset on a list of environments, as a user types it: `python benchmarks/league.py run`. {done} of {total} runs
-are done; the others are not started or not finished. No run was steered, stopped early or left out. On 27 November
-these were trained again with new defaults: `dqn` on CartPole and `ppo` on MountainCar (before: 393 and -138, commit
-df33f55), and what is listed with older defaults [here](learning.md#what-did-not-learn).
+are done; the others are not started or not finished. No run was steered. Budgets of `gala-ppo` and `ppo-paper` on Pong
+were raised after runs of 3M env steps had ended at 4.9 and 17.2, and that of `appo` with them. These were
+trained again with new defaults: `dqn` on CartPole and `ppo` on MountainCar (before: 393 and -138, commit df33f55), and
+what is listed with older defaults [here](learning.md#what-did-not-learn), of which some were stopped early.
 
 Score: the interquartile mean over seeds of the mean return of greedy episodes with the last weights, and its 95%
 bootstrap interval where there are several seeds. Human = 1: the score between a random policy's (0) and a human's (1).

@@ -12,7 +12,8 @@ from coterie.runs.objects import name_of
 
 def a2c(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """Synchronous A2C. Images: Accelerated Methods and its code (n = 5, RMSProp 7e-4 at 16 simulators times the root of
-    their number, eps inside the root). Ours: 84x84 frames, 10M env steps (25M), up to 200 random steps first (2000).
+    their number, eps inside the root). 10M env steps are of that code's example (the paper
+    has 25M). Ours: 84x84 frames, up to 200 random steps first (2000).
     Vectors and continuous control: our own settings, with normalized rewards and advantages; the continuous form of
     LunarLander has the discount and lambda of vectors.
     """
@@ -129,7 +130,8 @@ def a3c(env: Part = "LunarLander-v3", **overrides: Any) -> Config:
     """A3C with GAE: lock-free workers of one simulator each (Christensen and Hansen): Adam with each worker's own
     moments, FC256-FC256-LSTM256 shared by policy and value, or a small convolutional net before the LSTM. Vectors:
     rewards times 0.01 as in the authors' code. Ours: longer unrolls and a faster, decaying learning rate; MountainCar's
-    actions repeated 6 times (4), observations normalized. `a3c-paper` has the paper's defaults.
+    actions repeated 6 times (4), observations normalized. Values learn lambda-returns (Algorithm 1: n-step returns).
+    `a3c-paper` has the paper's defaults.
     """
     env = name_of("env.id", env)
     net = Model("mlp", (256, 256), core="lstm", core_size=256, forget_bias=0.0, share="yes")

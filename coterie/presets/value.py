@@ -107,7 +107,9 @@ def rainbow_512(env: Part = "Pong-v5", **overrides: Any) -> Config:
 
 def apex_dqn(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """Ape-X (Horgan et al. 2018): decoupled actors, an epsilon for each env, 0.4^(1 + 7 i / (N - 1)), first
-    priorities (0.6, 0.4) from the actors' values, double, dueling, three-step, batches of 512.
+    priorities (0.6, 0.4) from the actors' values, double, dueling, three-step, batches of 512. As `dqn-512`, not as the
+    paper: a replay of a million env steps (two), the target network every 10,000 env steps, 156 updates (2,500). Ours:
+    RMSProp is not centered.
     """
     common = {
         "acting": "decoupled",

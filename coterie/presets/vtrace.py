@@ -79,7 +79,7 @@ def seed_vtrace(env: Part = "Pong-v5", **overrides: Any) -> Config:
         "model.torso": "impala",
         "algo": Algo(100, gae_lambda=0.95, value_coef=0.25, entropy_coef=9.7056e-4),  # half of 0.5 times the square
         "vtrace": VTrace(loss="mean"),
-        "optim": Optim("adam", lr=2.2588e-4, beta1=0.0, eps=3.125e-9, max_grad_norm=0.0, schedule=LINEAR),
+        "optim": Optim("adam_eps_hat", lr=2.2588e-4, beta1=0.0, eps=3.125e-9, max_grad_norm=0.0, schedule=LINEAR),
     }
     batch = impala(env, **of_env(flat(overrides))).decoupled.batch_size
     vector = {"env.num_envs": envs(env, 16), "central": Central(batch_size=batch)}

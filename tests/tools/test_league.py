@@ -40,6 +40,18 @@ def test_stopped_run(tmp_path, monkeypatch):
     assert "*under way at " in league_page.rows({"a2c": [(entry, entry.record)]})[-1]
 
 
+def test_a_record_and_a_run_of_another_budget_are_not_taken_for_this_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(league_entries, "RECORDS", tmp_path)
+    short, long = (league.Entry("vectors", "a2c", "CartPole-v1", 0, steps, 1, ()) for steps in (1000, 2000))
+    league.write(short, {"score": {}})
+    assert short.done
+    assert not long.done
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run.txt").write_text(short.typed)
+    with pytest.raises(SystemExit, match=r"is of another command, coterie train a2c .* --steps 1000 .*: remove it"):
+        league.train(long, tmp_path / "run")
+
+
 def test_methods_are_compared_after_the_time_of_the_shortest_run():
     def runs(method, seconds, score):
         record = {"seconds": seconds, "curve": [[0, 0.0, 0.0], [1000, seconds, score]], "score": {}}
