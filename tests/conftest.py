@@ -21,6 +21,7 @@ from coterie.types import ActionSpec, ObsSpec, Rollout, Spec
 torch.set_num_threads(1)
 settings.register_profile("coterie", deadline=None)  # a busy machine fails no test
 settings.load_profile("coterie")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else hundreds of processes compile all modules
 # For a key and a cache of the tests' own.
 os.environ["XDG_STATE_HOME"] = os.environ["XDG_CACHE_HOME"] = _STATE = tempfile.mkdtemp(prefix="coterie-tests-")
 atexit.register(shutil.rmtree, _STATE, ignore_errors=True)

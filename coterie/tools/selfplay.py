@@ -6,7 +6,6 @@ A member keeps the rating that the policy has when it joins; the policy's follow
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -31,7 +30,8 @@ class SelfPlay(Callback):
             file.unlink()
         self.members, self.elo, self.said = {RANDOM: 0.0}, 0.0, set[str]()
         if (saved := self.folder / "pool.json").exists():
-            self.members, self.elo = json.loads(saved.read_text()).values()
+            members, self.elo = json.loads(saved.read_text()).values()
+            self.members = {name: elo for name, elo in members.items() if name == RANDOM or self.weights(name).exists()}
         run.set_env("pool", {"folder": str(self.folder.absolute()), "members": list(self.members)})
 
     def on_rollout(self, run: Run) -> None:
@@ -55,7 +55,7 @@ class SelfPlay(Callback):
     def _rate(self, run: Run) -> None:
         results = self.folder / "results"
         for file in results.glob("*.old"):
-            for opponent, score in map(str.split, file.read_text().splitlines()):
+            for opponent, score in map(str.split, file.read_text().rpartition("\n")[0].splitlines()):  # whole lines
                 if opponent in self.members:
                     expected = 1 / (1 + 10 ** ((self.members[opponent] - self.elo) / 400))
                     self.elo += self.step * (float(score) - expected)
@@ -76,7 +76,7 @@ class SelfPlay(Callback):
             if file.stem not in self.members:  # gone since the last checkpoint: no env draws it any more
                 file.unlink()
         name = str(int(folder.name.removeprefix("step_")))
-        shutil.copyfile(folder / "learner_0" / "model.safetensors", self.folder / f"{name}.safetensors")
+        write_whole(self.weights(name), (folder / "learner_0" / "model.safetensors").read_bytes())
         self.members[name] = self.elo
         if len(self.members) > self.size:
             del self.members[next(member for member in self.members if member != RANDOM)]
@@ -90,6 +90,9 @@ class SelfPlay(Callback):
             self.on_rollout(run)
         with self.kept_going(run, "kept"):
             self.save()
+
+    def weights(self, member: str) -> Path:
+        return self.folder / f"{member}.safetensors"
 
     def save(self) -> None:
         write_whole(self.folder / "pool.json", json.dumps({"members": self.members, "elo": self.elo}))

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,42 +61,46 @@ class Job:
             mean = summary["mean_return"]
             shown = "-" if mean is None else f"{mean:.1f}"
             return f"{summary['status']}, mean return {shown}, {summary['env_steps']:,} env steps"
-        lines = self.beside(".txt").read_text().splitlines()
+        lines = self.beside(".txt").read_text(errors="replace").splitlines()
         return lines[-1] if lines else "no output"
 
     def start(self, cores: list[int]) -> subprocess.Popen[bytes]:
         """Begin it, or resume it from its last checkpoint. Raises `ConfigError` if another process runs it."""
         begun, train = self._begun(), self.verb == "train"
-        resumed = train and begun and checkpoint.latest(self.folder / "checkpoints") is not None
-        trust = ["--trust"] * ("--trust" in self.args)
-        words = ["resume", str(self.folder), *trust] if resumed else [self.verb, *self.args]
-        if not resumed:
-            words += ["--out", str(self.folder)] if train else ["--json"]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        with self.beside(".args.json").open("a+") as note, self.beside(".txt").open("ab" if resumed else "wb") as log:
+        with ExitStack() as opened:
+            note = opened.enter_context(self.beside(".args.json").open("a+"))
             try:
                 fcntl.flock(note, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the child inherits it: it is held until that ends
             except BlockingIOError:
                 raise ConfigError(f"--out: {self.folder} is being trained by another process") from None
             except OSError:
                 pass  # a file system without locks: the run itself says so
+            resumed = train and begun and checkpoint.latest(self.folder / "checkpoints") is not None
             if begun and not resumed:
                 self._clear()
             note.truncate(0)
             note.write(json.dumps(list(self.args)))
             note.flush()
-            with log if train else self.beside(".json").open("wb") as out:
-                process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "coterie", *words], stdin=subprocess.DEVNULL, stdout=out, stderr=log,
-                    env=env, pass_fds=[note.fileno()],
-                    process_group=0,  # Ctrl-C reaches this process only, which passes it on
-                    preexec_fn=stop_with_parent,
-                )  # fmt: skip
+            log = opened.enter_context(self.beside(".txt").open("ab" if resumed else "wb"))
+            out = log if train else opened.enter_context(self.beside(".json").open("wb"))
+            process = subprocess.Popen(
+                self._command(resumed), stdin=subprocess.DEVNULL, stdout=out, stderr=log,
+                env=env, pass_fds=[note.fileno()],
+                process_group=0,  # Ctrl-C reaches this process only, which passes it on
+                preexec_fn=stop_with_parent,
+            )  # fmt: skip
         if hasattr(os, "sched_setaffinity"):
             with suppress(OSError):
                 os.sched_setaffinity(process.pid, cores)  # before it has started a thread
         return process
+
+    def _command(self, resumed: bool) -> list[str]:
+        python, folder = [sys.executable, "-P", "-m", "coterie"], str(self.folder)
+        if resumed:
+            return [*python, "resume", folder, *["--trust"] * ("--trust" in self.args)]
+        return [*python, self.verb, *self.args, *(["--out", folder] if self.verb == "train" else ["--json"])]
 
     def _begun(self) -> bool:
         before = _read(self.beside(".args.json"))

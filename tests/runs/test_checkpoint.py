@@ -8,6 +8,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -250,10 +251,12 @@ def test_a_disk_that_does_not_answer_is_waited_for_once_and_named(
 ) -> None:
     path, answers, manifest = save(tmp_path, 1), threading.Event(), checkpoint.read_manifest
     monkeypatch.setattr(checkpoint, "read_manifest", lambda path: answers.wait(60) and manifest(path))
-    for what, read in ((path, lambda: checkpoint.load(path, 0.1)), (tmp_path, lambda: checkpoint.latest(tmp_path))):
-        with pytest.raises(CoterieError, match=f"^{what} cannot be read: the disk does not answer$"):
-            read()
-    assert checkpoint.last_good(tmp_path) == ""
+    with monkeypatch.context() as hurried:
+        hurried.setattr(checkpoint, "latest", partial(checkpoint.latest, seconds=0.1))
+        for what, read in ((path, lambda: checkpoint.load(path, 0.1)), (tmp_path, lambda: checkpoint.latest(tmp_path))):
+            with pytest.raises(CoterieError, match=f"^{what} cannot be read: the disk does not answer$"):
+                read()
+        assert checkpoint.last_good(tmp_path) == ""
     answers.set()
     wait_until(lambda: not any(thread.name == "coterie-disk" for thread in threading.enumerate()), 10, "it answers")
     assert checkpoint.load(path)[1]["step"] == 1

@@ -8,6 +8,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -150,7 +151,21 @@ def command(folder: Path, *args: str) -> tuple[int, str]:
     return done.returncode, (done.stdout + done.stderr).strip().splitlines()[-1]
 
 
-def test_ones_own_run_stays_trusted_until_it_names_other_code(project):
+@pytest.fixture
+def here(project, monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
+    """`coterie ARGS` from the project, in this process; gives its exit code and its last line."""
+    monkeypatch.chdir(project)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def call(*args: str) -> tuple[int, str]:
+        monkeypatch.delitem(sys.modules, "mine", raising=False)
+        code, shown = main([*args]), capsys.readouterr()
+        return code, (shown.out + shown.err).strip().splitlines()[-1]
+
+    return call
+
+
+def test_ones_own_run_stays_trusted_until_it_names_other_code(project, here):
     train = ("train", "ppo", "--env", "mine:Mine", *SMALL)
     assert command(project, *train, "--out", "run")[0] == 0
     key = project / "state" / "coterie" / "trust.key"
@@ -158,22 +173,22 @@ def test_ones_own_run_stays_trusted_until_it_names_other_code(project):
     shutil.copytree(project / "run", project / "copy")
     (project / "run").rename(project / "moved")
     for folder in ("copy", "moved"):
-        assert command(project, "eval", folder, "--episodes", "1")[0] == 0
-    assert command(project, "resume", "moved", "--steps", "600")[0] == 0
-    assert command(project, "train", "moved/config.json", "--out", "again", "--steps", "300")[0] == 0
+        assert here("eval", folder, "--episodes", "1")[0] == 0
+    assert here("resume", "moved", "--steps", "600")[0] == 0
+    assert here("train", "moved/config.json", "--out", "again", "--steps", "300")[0] == 0
     change(project / "copy", env__id="mine:Other")
-    code, line = command(project, "eval", "copy")
+    code, line = here("eval", "copy")
     assert (code, "names code: env.id mine:Other" in line) == (2, True)
-    assert "no attribute 'Other'" in command(project, "eval", "copy", "--trust")[1]
+    assert "no attribute 'Other'" in here("eval", "copy", "--trust")[1]
     key.unlink()  # another account
-    assert command(project, "eval", "moved")[0] == 2
-    assert command(project, "eval", "moved", "--episodes", "1", "--trust")[0] == 0
-    assert command(project, "train", "moved/config.json", "--env", "mine:Mine", "--out", "named")[0] == 0
-    assert command(project, "resume", "moved", "--steps", "2000")[0] == 2
-    assert command(project, "resume", "moved", "--steps", "2000", "--trust")[0] == 0
+    assert here("eval", "moved")[0] == 2
+    assert here("eval", "moved", "--episodes", "1", "--trust")[0] == 0
+    assert here("train", "moved/config.json", "--env", "mine:Mine", "--out", "named")[0] == 0
+    assert here("resume", "moved", "--steps", "2000")[0] == 2
+    assert here("resume", "moved", "--steps", "2000", "--trust")[0] == 0
     assert command(project, "resume", "moved", "--steps", "4000")[0] == 0, "it is signed again"
     key.chmod(0o644)
-    assert command(project, "eval", "moved")[0] == 2, "others may have read the key"
+    assert here("eval", "moved")[0] == 2, "others may have read the key"
 
 
 def test_without_a_place_for_a_key_a_run_trains_and_says_what_to_do(project, monkeypatch):

@@ -38,7 +38,7 @@ def test_a_full_disk_does_not_end_self_play(tmp_path, monkeypatch):
     (checkpoint / "learner_0" / "model.safetensors").write_bytes(b"weights")
     callback = SelfPlay()
     callback.on_start(run)
-    monkeypatch.setattr(selfplay.shutil, "copyfile", lambda *_: os_error())
+    monkeypatch.setattr(selfplay, "write_whole", lambda *_: os_error())
     callback.on_checkpoint(run, checkpoint)
     callback.on_checkpoint(run, checkpoint)
     assert said == ["self-play: games are not played against this checkpoint: No space left on device"]
@@ -98,7 +98,8 @@ def test_the_rating_follows_elos_formula_and_reads_each_result_once(tmp_path: Pa
     rating = SelfPlay()
     rating.on_start(run)
     rating.members["7"] = 400.0
-    (tmp_path / "selfplay" / "results" / "1").write_text("random 1.0\n7 0.5\ngone 1.0\n")
+    cut = "7 0"  # by a full disk
+    (tmp_path / "selfplay" / "results" / "1").write_text(f"random 1.0\n7 0.5\ngone 1.0\n{cut}")
     rating.on_rollout(run)
     rating.on_end(run)
     rating.on_end(run)
@@ -108,6 +109,9 @@ def test_the_rating_follows_elos_formula_and_reads_each_result_once(tmp_path: Pa
     assert rating.elo == pytest.approx(first + second)
     expected = {"selfplay/elo": rating.elo, "selfplay/pool": 2, "selfplay/win_rate": 0.75}
     assert run.recorded == pytest.approx(expected)
+    resumed = SelfPlay()
+    resumed.on_start(run)
+    assert resumed.members == {"random": 0.0}, "a power cut left a member without its weights"
 
 
 @pytest.mark.parametrize("kind", DUOS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -101,6 +102,16 @@ def test_a_stopped_sweep_continues(tmp_path, sweep):
     text = (tmp_path / "run-seed0.txt").read_text()
     assert re.search(r"interrupted.*finished", text, re.S), "the resumed run appends to its output"
     assert [summary_of(tmp_path / f"run-seed{k}")["status"] for k in (0, 1)] == ["finished"] * 2
+
+
+def test_a_running_job_keeps_its_output(tmp_path):
+    job = Job("a", TRAIN[1:], tmp_path / "run")
+    job.beside(".txt").write_bytes(b"30 of 40 env steps\nnot UTF-8: \xff\n")
+    with job.beside(".args.json").open("w") as note:
+        fcntl.flock(note, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="is being trained by another process"):
+            job.start([0])
+    assert job.outcome() == "not UTF-8: \ufffd"
 
 
 @pytest.mark.slow

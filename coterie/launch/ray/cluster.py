@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import socket
-import time
 from collections.abc import Collection
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from coterie.config import Config, Ray
 from coterie.extras import needs
 from coterie.launch.ray.allocation import Allocation, Machine, Part, Site, Worker
 from coterie.launch.retries import RestartBudget
+from coterie.parallel.clock import awake
 from coterie.types import CoterieError, first_line, json_object, reason_of
 from coterie.wire.auth import split
 from coterie.wire.keys import make_keys
@@ -61,7 +61,9 @@ class Cluster:
     def start(
         self, actor: type, args: tuple[Any, ...], machine: Machine, cpus: int, gpus: int = 0, restarts: int = 0
     ) -> Any:
-        """An actor on that machine. Ray restarts it on another one, with its calls, if that machine is lost."""
+        """An actor on that machine. Ray restarts it on another one, with its calls, if that machine is lost, `restarts`
+        times at most; -1: always. Without restarts it is on no other machine.
+        """
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         options = self.ray.remote(actor).options(
@@ -69,7 +71,7 @@ class Cluster:
             num_gpus=gpus,
             max_restarts=restarts,
             max_task_retries=restarts,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(machine.id, soft=True),
+            scheduling_strategy=NodeAffinitySchedulingStrategy(machine.id, soft=restarts != 0),
         )
         return options.remote(*args)
 
@@ -138,7 +140,7 @@ class Board:
         """A part has a place. Ray runs a lost part again elsewhere."""
         if part.name in self.reported:
             self.restart(part, "its machine is gone or out of reach")
-        self.reported[part.name] = time.monotonic()
+        self.reported[part.name] = awake()
 
     def restart(self, part: Part, reason: str) -> None:
         """Count a restart; raises `CoterieError` when the run may make no more."""
@@ -157,7 +159,7 @@ class Board:
 
     def report(self, part: Part, lines: list[str]) -> Orders:
         """What a part's command printed since its last report."""
-        self.reported[part.name] = time.monotonic()
+        self.reported[part.name] = awake()
         alone = isinstance(part, Site) and self.sites == 1
         for line in lines:
             if not (_HINTS.match(line) or (alone and _REPORT.match(line))):
@@ -175,7 +177,7 @@ class Board:
     def collect(self) -> tuple[list[str], dict[str, float]]:
         """All lines since the last call, and for how many seconds each part has not reported."""
         lines, self.lines = self.lines, []
-        now = time.monotonic()
+        now = awake()
         return lines, {name: now - last for name, last in self.reported.items()}
 
     def summary(self) -> dict[str, int]:

@@ -7,10 +7,11 @@ their manifests last, so that a machine that is lost at any moment leaves a fold
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from coterie.types import CoterieError, reason_of
 
 OF_THE_RUN = ("config.json", SIGNATURE, "ray.txt")  # files in the run folder that are not its first site's
 _CHECKPOINTS, _MANIFEST, _BEST = "checkpoints", "manifest.json", "best.json"
+_OLD = ".old"  # a checkpoint while another one takes its name
 _LOCAL_S, _REMOTE_S = 1.0, 10.0  # between updates of a local path and of a URL
 
 
@@ -61,6 +63,8 @@ class Mirror:
         begun = awake()
         try:
             found = self._stamps()
+            if self._known and not found:
+                raise FileNotFoundError(f"{self._source} is gone")  # unmounted, perhaps: `target` keeps what it has
             changed = [name for name, stamp in found.items() if self._known.get(name) != stamp]
             for checkpoint in _checkpoints(changed) & _checkpoints(self._known):
                 self.remove(f"{checkpoint}/{_MANIFEST}")  # it is incomplete until its files are copied
@@ -68,7 +72,7 @@ class Mirror:
                 if self.copy(name):
                     self._known[name] = found[name]
             for checkpoint in _checkpoints(self._known) - _checkpoints(found):
-                if not self._from.exists(f"{self._source}/{checkpoint}"):
+                if not any(self._from.exists(f"{self._source}/{checkpoint}{end}") for end in ("", _OLD)):
                     self.remove(checkpoint)
             self._known = {name: stamp for name, stamp in self._known.items() if name in found}
         except Exception as error:  # every file system of fsspec's has its own
@@ -130,15 +134,18 @@ class Mirror:
 
     def _stamps(self) -> dict[str, str]:
         """The files of `source` to be copied. A stamp (size, times, version) changes whenever its file does."""
-        self._from.invalidate_cache()
-        infos: dict[str, Any] = self._from.find(self._source, detail=True)
-        found = {path[len(self._source) + 1 :]: str(info) for path, info in infos.items()}
+        if isinstance(self._from, LocalFileSystem):
+            found = dict(_listed(self._source))
+        else:
+            self._from.invalidate_cache()
+            infos: dict[str, Any] = self._from.find(self._source, detail=True)
+            found = {path[len(self._source) + 1 :]: str(info) for path, info in infos.items()}
         return {
             name: stamp
             for name, stamp in found.items()
             if name.split("/")[0] not in self._skip
             and (not (checkpoint := _checkpoint(name)) or f"{checkpoint}/{_MANIFEST}" in found)
-            and not any(part.startswith(".") or part.endswith(".old") for part in name.split("/"))
+            and not any(part.startswith(".") or part.endswith(_OLD) for part in name.split("/"))
         }
 
 
@@ -155,6 +162,20 @@ def fetch(url: str, folder: Path) -> None:
         draft.rename(folder)
     except Exception as error:  # every file system of fsspec's has its own
         raise CoterieError(f"RUN: cannot get {url}: {reason_of(error)}") from None
+
+
+def _listed(folder: str) -> Iterator[tuple[str, str]]:
+    """The files of a local folder and their stamps. What cannot be read is an error: fsspec would leave it out."""
+
+    def fail(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            raise error
+
+    for place, _, names in os.walk(folder, onerror=fail):
+        for path in (os.path.join(place, name) for name in names):
+            with suppress(FileNotFoundError):
+                info = os.stat(path)
+                yield os.path.relpath(path, folder), f"{info.st_ino} {info.st_size} {info.st_mtime_ns}"
 
 
 def _checkpoints(names: Iterable[str]) -> set[str]:

@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -171,22 +172,31 @@ class Node:
         """
         assert self.process is not None
         assert self.process.stdin is not None
-        stopping, ended = False, 0.0
+        stopping, ended, failures = False, 0.0, list[str]()
         while True:
-            code, lines = self.process.poll(), self._output()
+            code = self.process.poll()
             if code is not None:
                 ended = ended or awake()
-            stored = self.mirror is None or self.mirror.updated >= ended or awake() > ended + _STORE_S
-            if self.mirror is not None and not (ended and stored):
-                lines += self.mirror.poll(now=code is not None)
-            orders: Orders = self.ask("report", part, lines)
-            if code is not None and stored:
+            stored = self.mirror is None or self.mirror.updated >= ended
+            orders: Orders = self.ask("report", part, [*self._output(), *failures])
+            if code is not None and (stored or awake() > ended + _STORE_S):
+                if not stored:
+                    raise CoterieError(self._keep())
                 return code, orders.terms != terms and not orders.stop
+            failures = self.mirror.poll(now=code is not None) if self.mirror is not None else []
             if not stopping and (orders.stop or orders.terms != terms):
                 stopping = True
                 with suppress(OSError):  # it has ended
                     os.write(self.process.stdin.fileno(), b".")  # the watchdog asks the command to shut down
             time.sleep(_POLL_S)
+
+    def _keep(self) -> str:
+        """Save the run folder from this node's end; says where it is."""
+        self.end()
+        kept = Path(tempfile.mkdtemp(prefix="coterie-kept-"))
+        self.run_folder.rename(kept / "run")
+        place = f"{kept}/run on {socket.gethostname()}"
+        return f"ray.storage: {self.storage} does not have the last files, which are in {place}"
 
     def _output(self) -> list[str]:
         """What the command printed since the last call, up to the last whole line while it runs. Its error is left out:

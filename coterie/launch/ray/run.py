@@ -17,9 +17,10 @@ from typing import Any
 from coterie import __version__
 from coterie.config import Config
 from coterie.launch.ray.allocation import Allocation, Part, Site, Worker, allocate, targets
-from coterie.launch.ray.cluster import Board, Cluster, budgets
+from coterie.launch.ray.cluster import Board, Cluster
 from coterie.launch.ray.mirror import OF_THE_RUN, Mirror, site_url
 from coterie.launch.ray.node import Node, Outcome, env_steps
+from coterie.parallel.clock import awake
 from coterie.parallel.signals import on_signals
 from coterie.runs import checkpoint
 from coterie.runs.config_io import save_config
@@ -32,7 +33,7 @@ from coterie.types import ConfigError, CoterieError, first_line, reason_of
 _POLL_S = 0.5
 _WARN_S = 20.0  # without a report of a part, before that is said
 _LOST_S = 600.0  # without a report of learners, before the run fails
-_STOP_S = 60.0  # for sites to write a checkpoint when another one has failed
+_STOP_S = 300.0  # for sites to write and store a checkpoint when another one has failed
 _LEAVE_S = 20.0  # for workers to shut down at the end
 _STORE_S = 300.0  # for the last files to arrive from the storage
 
@@ -53,7 +54,7 @@ def run_on_ray(
         allocation = allocate(config, cluster.machines, sites)
         if not resumed:
             held.enter_context(sole_writer(folder, new=True))
-        run = RayRun(cluster, allocation, folder, quiet)
+        run = RayRun(cluster, allocation, folder, quiet, resumed)
         for note in starting.notes:
             run.say(note)
         result: dict[str, Any] = {"status": "failed", "reason": ""}
@@ -89,7 +90,8 @@ def sum_up(folders: list[Path]) -> dict[str, Any]:
             found.append(json.loads((folder / "summary.json").read_text()))
         except (OSError, ValueError):
             missing.append(f"site {k}")
-            steps += env_steps(folder)
+            with suppress(CoterieError):  # no checkpoint of it can be read
+                steps += env_steps(folder)
     if not found:
         return {"env_steps": steps, "mean_return": None, "rows": {}}
     total: dict[str, Any] = dict(found[0])
@@ -110,7 +112,7 @@ def sum_up(folders: list[Path]) -> dict[str, Any]:
 class RayRun:
     """Starts all parts of a run and waits for their outcomes."""
 
-    def __init__(self, cluster: Cluster, allocation: Allocation, folder: Path, quiet: bool) -> None:
+    def __init__(self, cluster: Cluster, allocation: Allocation, folder: Path, quiet: bool, resumed: bool) -> None:
         self.cluster, self.folder, self.quiet = cluster, folder, quiet
         config = allocation.config
         self.signal: signal.Signals | None = None
@@ -118,8 +120,10 @@ class RayRun:
         self.storage = given if "://" in given else str(Path(given or folder).absolute())
         self.down = Mirror(self.storage, folder, skip=OF_THE_RUN) if config.ray.storage else None
         self.folders = [Path(site_url(str(folder), k)) for k in range(len(allocation.sites))]
-        if self.down is not None and folder.exists():  # the run is resumed
+        if self.down is not None and resumed:
             self.down.update()
+        elif self.down is not None and Mirror(folder, self.storage).has("config.json"):
+            raise ConfigError(f"ray.storage: {self.storage} holds a run: resume that, or name another folder")
         goals = targets(allocation, [env_steps(own) for own in self.folders])  # before anything is written
         with writing(folder, "out: "):
             for own in self.folders:
@@ -136,12 +140,12 @@ class RayRun:
         self.pending: dict[Any, Part] = {}  # parts by the calls that end with them
         self.codes: dict[str, int] = {}
         self.silent: dict[str, float] = {}  # for how many seconds each part has not reported
-        self.begin = time.monotonic()
-        host, limits = ("" if len(hosts) > 1 else "127.0.0.1"), budgets(config)
+        self.begin, self.stopping = awake(), False
+        host = "" if len(hosts) > 1 else "127.0.0.1"
         parts: list[Part] = [*allocation.sites, *allocation.workers]
         for part in parts:
-            made_of, restarts = (__version__, allocation, self.storage), limits[type(part)].limit
-            node = cluster.start(Node, made_of, part.machine, part.cpus, part.gpus, restarts)
+            made_of = (__version__, allocation, self.storage)
+            node = cluster.start(Node, made_of, part.machine, part.cpus, part.gpus, restarts=-1)  # the board counts
             target = goals[part.site] if isinstance(part, Site) else 0
             self.pending[node.run.remote(self.board, part, host, target)] = part
             self.silent[part.name] = 0.0
@@ -157,24 +161,26 @@ class RayRun:
                 raise CoterieError(f"ray.storage: cannot write to {self.storage}: {reason}") from None
 
     def say(self, line: str) -> None:
-        self.log.write(f"{time.strftime('%H:%M:%S')} {line}\n")
-        self.log.flush()
-        if not self.quiet:
-            print(line, flush=True)
+        """Log a line and print it. A full disk or a closed terminal does not end the run."""
+        with suppress(OSError):
+            print(f"{time.strftime('%H:%M:%S')} {line}", file=self.log, flush=True)
+        with suppress(OSError):
+            if not self.quiet:
+                print(line, flush=True)
 
     def work(self) -> tuple[str, str]:
         """Follow the run to its end; returns its status and the reason."""
         with on_signals(self._on_signal):
             try:
-                stopping = False
                 while self._working(Site):
-                    if self.signal is not None and not stopping:
-                        stopping = True
+                    if self.signal is not None and not self.stopping:
+                        self.stopping = True
                         does = "saving a checkpoint at every site, then stopping (send again to stop at once)"
                         self.say(f"{self.signal.name}: {does}")
                         self.board.stop.remote(Site)
                     self._poll()
-            except CoterieError:
+            except Exception as error:
+                self.say(f"all sites save a checkpoint and stop: {first_line(error)}")
                 self._stop(Site, _STOP_S)  # the others' checkpoints are kept
                 raise
             self._stop(Worker, _LEAVE_S)
@@ -188,17 +194,21 @@ class RayRun:
         self.signal = number
 
     def _working(self, kind: type[Part]) -> bool:
-        """Whether a part of a kind has not ended. After a signal those that do not report are not waited for."""
+        """Whether a part of a kind has not ended. At the end those that do not report are not waited for."""
         parts = [part for part in self.pending.values() if isinstance(part, kind)]
-        return any(self.signal is None or self.silent[part.name] < _WARN_S for part in parts)
+        return any(not self.stopping or self.silent[part.name] < _WARN_S for part in parts)
 
     def _stop(self, kind: type[Part], seconds: float) -> None:
         """Shut down all parts of a kind."""
         self.board.stop.remote(kind)
-        end = time.monotonic() + seconds
-        while self._working(kind) and time.monotonic() < end:
-            with suppress(CoterieError):  # the run ends anyway
+        self.stopping, end = True, awake() + seconds
+        while self._working(kind) and awake() < end:
+            before = len(self.pending)
+            try:
                 self._poll()
+            except CoterieError:  # the run ends anyway
+                if len(self.pending) == before:  # the board is gone
+                    return
 
     def _poll(self) -> None:
         """Take what has happened: lines, silence, outcomes."""
@@ -207,7 +217,7 @@ class RayRun:
         for line in [*lines, *(self.down.poll() if self.down is not None else ())]:
             self.say(line)
         for part in self.pending.values():
-            self._check_silence(part, silent.get(part.name, time.monotonic() - self.begin))
+            self._check_silence(part, silent.get(part.name, awake() - self.begin))
         for call in ready:
             part = self.pending.pop(call)
             outcome: Outcome = self.cluster.result(part.name, call)
@@ -227,13 +237,16 @@ class RayRun:
 
     def close(self) -> dict[str, int]:
         """End the storage's last updates, and count machines and restarts."""
-        begin = time.monotonic()
-        while self.down is not None and self.down.updated < begin > time.monotonic() - _STORE_S:
+        begin = awake()
+        while self.down is not None and self.down.updated < begin > awake() - _STORE_S:
             for line in self.down.poll(now=True):
                 self.say(line)
             time.sleep(0.1)
         found: dict[str, int] = {}
         with suppress(CoterieError):
             found = self.cluster.result("the board", self.board.summary.remote())
-        self.log.close()
+        if self.down is not None:
+            self.down.stop(1.0)
+        with suppress(OSError):
+            self.log.close()
         return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -127,6 +129,26 @@ def test_an_update_in_the_background_neither_waits_nor_repeats_its_error(tmp_pat
     assert poll_until_idle() == []
     assert mirror.updated > 0
     assert files(tmp_path / "file" / "run") == files(run)
+
+
+def test_a_source_that_cannot_be_read_is_not_an_empty_one(tmp_path, run, monkeypatch):
+    mirror, scan = Mirror(run, tmp_path / "copy"), os.scandir
+
+    def stale(path):
+        if str(path).endswith("checkpoints"):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return scan(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", stale)
+        with pytest.raises(CoterieError, match=r"cannot update .*: Stale file handle"):
+            mirror.update()
+    mirror.update()
+    before = files(tmp_path / "copy")
+    run.rename(tmp_path / "unmounted")
+    with pytest.raises(CoterieError, match=r"cannot update .*/run is gone"):
+        mirror.update()
+    assert files(tmp_path / "copy") == before
 
 
 def test_a_run_folder_that_is_removed_during_an_update_keeps_its_copy(tmp_path, run, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,9 +17,10 @@ import pytest
 
 import coterie
 from coterie import __version__
-from coterie.launch.ray import watchdog
+from coterie.launch.ray import node, watchdog
 from coterie.launch.ray.allocation import Allocation, Machine, Site, allocate
 from coterie.launch.ray.cluster import Board
+from coterie.launch.ray.mirror import Mirror
 from coterie.launch.ray.node import Node, Outcome
 from coterie.runs import checkpoint
 from coterie.runs.config_io import save_config
@@ -121,6 +123,17 @@ def test_a_failure_is_sent_once_and_without_the_nodes_folder(rig, pool):
     assert rig.saw("a callback ends the run: Fails.on_rollout")
     assert not [line for line in rig.lines if line.startswith("coterie: ")]
     assert rig.checkpoints()
+
+
+def test_a_run_folder_that_the_storage_does_not_take_is_kept(rig, pool, monkeypatch):
+    monkeypatch.setattr(node, "_STORE_S", 0.1)
+    monkeypatch.setattr(Mirror, "poll", lambda self, now: ["ray.storage: full"])
+    with pytest.raises(CoterieError, match=r"ray.storage: \S+ does not have the last files, which are in ") as error:
+        rig.run(pool, target=1000).result(PATIENCE)
+    kept = Path(str(error.value).split(" which are in ")[1].split(" on ")[0])
+    assert json.loads((kept / "summary.json").read_text())["status"] == "finished"
+    assert rig.saw("ray.storage: full")
+    shutil.rmtree(kept.parent)
 
 
 def test_a_node_with_another_version_is_refused(rig):

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 import threading
 import time
-from multiprocessing import current_process
 
 import pytest
 import torch
 
 from coterie.cli.main import main
-from coterie.envs.testing import CountingEnv
 from coterie.flight.record import FlightRecorder, lives, read_life
 from coterie.roles.callbacks import Callback
 from coterie.roles.learner_process import LearnerProcess
@@ -23,19 +22,13 @@ from tests.support.net import free_port
 from tests.tools.replay.test_replay import LAYOUTS, assert_equal, edited, replayed, run
 
 
-class Uneven(CountingEnv):
-    """Slow in the run's first learner."""
-
-    def step(self, action):
-        time.sleep(2e-3 * (current_process().name == "coterie-learner-0"))
-        return super().step(action)
-
-
 @pytest.mark.parametrize("layout", ["impala", "ppo, synchronous", "a2c, gossip"])
 def test_a_replay_stops_at_a_learner_step(tmp_path, layout):
     """The fast one of two gossiping learners goes on for the slow one, which needs its messages."""
-    uneven = {"env.id": "tests.tools.replay.test_breaks:Uneven", "env.threads": 1, "gossip.tau": 2}
-    run(tmp_path / "run", **LAYOUTS[layout], **uneven)
+    first = tmp_path / "first"
+    uneven = {"env.id": "tests.support.fickle_env:Uneven", "env.kwargs": json.dumps({"first": str(first)})}
+    run(tmp_path / "run", **LAYOUTS[layout], **uneven, **{"env.threads": 1, "gossip.tau": 2})
+    assert first.exists()
     last = 16 if "ppo" in layout else 7  # there are 8 in a rollout of ppo
     results = replayed(tmp_path / "run", "", last)
     assert len(results) == LAYOUTS[layout].get("learners", 1)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import time
 
-import numpy as np
 import pytest
 
 from coterie.cli.main import main
-from coterie.envs.testing import CountingEnv
 from coterie.flight.record import lives
 from coterie.runs import machine
 from coterie.tools.replay import compare
@@ -20,53 +16,8 @@ from tests.tools.replay.test_breaks import cut
 from tests.tools.replay.test_replay import LAYOUTS, assert_equal, edited, replayed, run
 
 
-class Fickle(CountingEnv):
-    """Not deterministic from its 30th step on."""
-
-    def __init__(self) -> None:
-        super().__init__(length=1000)
-        self.steps = 0
-
-    def step(self, action):
-        obs, reward, *more = super().step(action)
-        self.steps += 1
-        return obs, reward + (time.time() % 1 if self.steps > 30 else 0.0), *more
-
-
-class Unseeded(CountingEnv):
-    """Begins anywhere, whatever its seed."""
-
-    def reset(self, **seeds):
-        obs, info = super().reset(**seeds)
-        return obs + np.random.default_rng().random(obs.shape).astype(obs.dtype), info
-
-
-class Changed(CountingEnv):
-    """Deterministic, but not the same in a replay."""
-
-    def step(self, action):
-        obs, reward, *more = super().step(action)
-        return obs, reward + ("REPLAYED" in os.environ), *more
-
-
-class Poisonous(CountingEnv):
-    """Its reward becomes infinite."""
-
-    def step(self, action):
-        obs, reward, *more = super().step(action)
-        return obs, 1e25 if reward > 60 else 0.0, *more
-
-
-class Poisoned(Poisonous):
-    """It is infinite once in a while."""
-
-    def step(self, action):
-        obs, reward, *more = super().step(action)
-        return obs, reward if self.count % 50 == 0 else 0.0, *more
-
-
 def test_an_env_that_is_not_deterministic_is_named(tmp_path):
-    run(tmp_path / "run", algorithm="a2c", **{"env.id": "tests.tools.replay.test_causes:Fickle", "env.threads": 1})
+    run(tmp_path / "run", algorithm="a2c", **{"env.id": "tests.support.fickle_env:Fickle", "env.threads": 1})
     (result,) = replayed(tmp_path / "run")
     assert (
         "rollout 1, before learner step 2: weights and first actions are equal, but what all 4 envs returned"
@@ -77,7 +28,7 @@ def test_an_env_that_is_not_deterministic_is_named(tmp_path):
 
 
 def test_a_reset_that_is_not_deterministic_is_not_taken_for_the_arithmetic(tmp_path):
-    run(tmp_path / "run", algorithm="a2c", **{"env.id": "tests.tools.replay.test_causes:Unseeded", "env.threads": 1})
+    run(tmp_path / "run", algorithm="a2c", **{"env.id": "tests.support.fickle_env:Unseeded", "env.threads": 1})
     (result,) = replayed(tmp_path / "run")
     assert re.match(
         "rollout 0, before learner step 1: from equal weights the policy's first actions", result.difference
@@ -87,7 +38,7 @@ def test_a_reset_that_is_not_deterministic_is_not_taken_for_the_arithmetic(tmp_p
 
 
 def test_an_env_that_has_changed_is_told_from_one_that_is_not_deterministic(tmp_path, monkeypatch):
-    env = {"env.id": "tests.tools.replay.test_causes:Changed", "env.threads": 1}
+    env = {"env.id": "tests.support.fickle_env:Changed", "env.threads": 1}
     run(tmp_path / "run", algorithm="a2c", **env)
     monkeypatch.setenv("REPLAYED", "1")
     (result,) = replayed(tmp_path / "run")
@@ -162,7 +113,7 @@ def test_the_last_weights_are_compared_whatever_their_step(tmp_path, capsys):
 
 def test_a_nan_is_met_again(tmp_path, capsys):
     """The same error at the same learner step, from a copy of the folder alone, and the batch behind it."""
-    nan = {"env.id": "tests.tools.replay.test_causes:Poisonous", "env.threads": 1}
+    nan = {"env.id": "tests.support.fickle_env:Poisonous", "env.threads": 1}
     with pytest.raises(CoterieError, match=r"value_loss is not finite at learner step \d+") as failed:
         run(tmp_path / "run", **LAYOUTS["impala"], **nan)
     step = re.search(r"learner step (\d+)", str(failed.value))[1]
@@ -178,7 +129,7 @@ def test_a_nan_is_met_again(tmp_path, capsys):
 
 
 def test_a_batch_that_was_skipped_for_a_nan_is_skipped_again(tmp_path):
-    poisoned = {"env.id": "tests.tools.replay.test_causes:Poisoned", "env.threads": 1, "optim.on_nonfinite": "skip"}
+    poisoned = {"env.id": "tests.support.fickle_env:Poisoned", "env.threads": 1, "optim.on_nonfinite": "skip"}
     summary = run(tmp_path / "run", **LAYOUTS["impala"], **poisoned)
     assert 0 < summary["skipped_batches"] < summary["learner_steps"]
     assert_equal(replayed(tmp_path / "run"))
