@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from coterie.launch.ray.mirror import OF_THE_RUN, Mirror, fetch
 from coterie.runs import checkpoint
@@ -162,3 +163,13 @@ def test_a_run_folder_that_is_removed_during_an_update_keeps_its_copy(tmp_path, 
     go.set()
     mirror._thread.join(PATIENCE)
     assert files(tmp_path / "copy") == before
+
+
+def test_a_fetched_name_cannot_leave_the_folder(tmp_path):
+    fs = MemoryFileSystem()
+    for name in ("config.json", "checkpoints/../../../out", "../out", "/out"):
+        fs.store[f"/names/run/{name}"] = MemoryFile(fs, f"/names/run/{name}", b"{}")
+    fetch("memory://names/run", tmp_path / "a" / "b")
+    assert {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()} <= {
+        "a/b/config.json", "a/b/out"
+    }  # fmt: skip
