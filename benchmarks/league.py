@@ -65,8 +65,9 @@ def train(entry: Entry, folder: Path) -> Record:
         python = ROOT / ".peers" / "sb3" / "bin" / "python"
         return json.loads(call([str(python), *entry.command[1:]], quiet=True).splitlines()[-1])
     command = folder.with_name(f"{folder.name}.txt")
-    if folder.exists() and command.exists() and command.read_text() != entry.typed:
-        raise SystemExit(f"{folder} is of another command, {command.read_text()}: remove it")
+    known = command.read_text() if command.exists() else "which is not known"
+    if folder.exists() and known != entry.typed:
+        raise FileExistsError(f"{folder} is of another command, {known}: remove it")
     folder.parent.mkdir(parents=True, exist_ok=True)
     command.write_text(entry.typed)
     if not (folder / "config.json").exists():
@@ -95,6 +96,8 @@ def work(chosen: list[Entry], runs: Path) -> None:
         print(f"--- {entry.name}: {entry.typed}", flush=True)
         try:
             write(entry, train(entry, folder))
+        except FileExistsError as error:
+            print(error, flush=True)
         except subprocess.CalledProcessError as error:
             if error.returncode not in STOPPED:
                 print(f"{entry.name} failed: {error}", flush=True)

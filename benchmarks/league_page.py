@@ -18,8 +18,8 @@ TITLES = {"mujoco": "MuJoCo"}
 HEAD = """# The league
 
 Every preset on a list of environments, as a user types it: `python benchmarks/league.py run`. {done} of {total} runs
-are done; the others are not started or not finished. No run was steered. Budgets of `gala-ppo` and `ppo-paper` on Pong
-were raised after runs of 3M env steps had ended at 4.9 and 17.2, and that of `appo` with them. These were
+are done; the others are not started or not finished. No run was steered; budgets of `gala-ppo` and `ppo-paper` on Pong
+were raised, after runs of 3M env steps had ended at 4.9 and 17.2, and that of `appo` with them. These were
 trained again with new defaults: `dqn` on CartPole and `ppo` on MountainCar (before: 393 and -138, commit df33f55), and
 what is listed with older defaults [here](learning.md#what-did-not-learn), of which some were stopped early.
 

@@ -17,6 +17,8 @@ from coterie.runs.files import write_whole
 from coterie.tools.duel import RANDOM
 from coterie.types import reason_of
 
+SCORES = ("0.0", "0.5", "1.0")
+
 
 class SelfPlay(Callback):
     """`size`: most members; the oldest checkpoint goes first. `step`: Elo's K, the most that a game can change."""
@@ -55,8 +57,9 @@ class SelfPlay(Callback):
     def _rate(self, run: Run) -> None:
         results = self.folder / "results"
         for file in results.glob("*.old"):
-            for opponent, score in map(str.split, file.read_text().rpartition("\n")[0].splitlines()):  # whole lines
-                if opponent in self.members:
+            for line in file.read_text().splitlines():
+                opponent, _, score = line.partition(" ")
+                if opponent in self.members and score in SCORES:  # a full disk cuts lines short
                     expected = 1 / (1 + 10 ** ((self.members[opponent] - self.elo) / 400))
                     self.elo += self.step * (float(score) - expected)
                     self.scores.append(float(score))

@@ -173,6 +173,8 @@ def parse_grid(axes: Sequence[str]) -> list[dict[str, str]]:
 
 def plan_runs(args: Sequence[str], config: Config, seeds: Sequence[int], grid: Sequence[dict[str, str]]) -> list[Job]:
     """A run for each point of the grid and each seed; its folder's name tells which it is. Raises `ConfigError`."""
+    if config.ray.storage:
+        raise ConfigError("ray.storage: all runs of a sweep would share it; leave it empty, or start them one by one")
     base = config.out or time.strftime(f"runs/{config.preset}-{file_name(config.env.id)}-%m%d-%H%M%S")
     jobs = []
     for point in grid:

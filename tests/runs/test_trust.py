@@ -8,7 +8,7 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -150,22 +150,22 @@ def command(folder: Path, *args: str) -> tuple[int, str]:
 
 
 @pytest.fixture
-def here(project, monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
+def here(project, monkeypatch, capsys) -> Iterator[Callable[..., tuple[int, str]]]:
     """`coterie ARGS` from the project, in this process; gives its exit code and its last line."""
     monkeypatch.chdir(project)
     monkeypatch.setattr(sys, "path", [*sys.path])
 
     def call(*args: str) -> tuple[int, str]:
-        monkeypatch.delitem(sys.modules, "mine", raising=False)
+        sys.modules.pop("mine", None)
         code, shown = main([*args]), capsys.readouterr()
         return code, (shown.out + shown.err).strip().splitlines()[-1]
 
-    return call
+    yield call
+    sys.modules.pop("mine", None)
 
 
 def test_ones_own_run_stays_trusted_until_it_names_other_code(project, here):
-    train = ("train", "ppo", "--env", "mine:Mine", *SMALL)
-    assert command(project, *train, "--out", "run")[0] == 0
+    assert command(project, "train", "ppo", "--env", "mine:Mine", *SMALL, "--out", "run")[0] == 0
     key = project / "state" / "coterie" / "trust.key"
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
     shutil.copytree(project / "run", project / "copy")
@@ -189,12 +189,12 @@ def test_ones_own_run_stays_trusted_until_it_names_other_code(project, here):
     assert here("eval", "moved")[0] == 2, "others may have read the key"
 
 
-def test_without_a_place_for_a_key_a_run_trains_and_says_what_to_do(project, here, monkeypatch):
+def test_without_a_place_for_a_key_a_run_trains_and_says_what_to_do(project, monkeypatch):
     monkeypatch.setenv("COTERIE_TRUST_KEY", "/proc/nowhere/key")
-    assert here("train", "ppo", "--env", "mine:Mine", *SMALL, "--out", "run")[0] == 0
+    assert command(project, "train", "ppo", "--env", "mine:Mine", *SMALL, "--out", "run")[0] == 0
     assert "this run cannot be signed" in (project / "run" / "log.txt").read_text()
-    assert here("eval", "run")[0] == 2
-    assert here("eval", "run", "--episodes", "1", "--trust")[0] == 0
+    assert command(project, "eval", "run")[0] == 2
+    assert command(project, "eval", "run", "--episodes", "1", "--trust")[0] == 0
 
 
 def test_what_is_given_again_from_python_needs_no_trust(foreign):

@@ -71,5 +71,5 @@ class Uneven(CountingEnv):
                 self.slow = False
             else:
                 self.slow = True
-        time.sleep(2e-3 * self.slow)
+        time.sleep(8e-3 * self.slow)
         return super().step(action)

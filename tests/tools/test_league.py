@@ -48,7 +48,12 @@ def test_a_record_and_a_run_of_another_budget_are_not_taken_for_this_one(tmp_pat
     assert not long.done
     (tmp_path / "run").mkdir()
     (tmp_path / "run.txt").write_text(short.typed)
-    with pytest.raises(SystemExit, match=r"is of another command, coterie train a2c .* --steps 1000 .*: remove it"):
+    with pytest.raises(
+        FileExistsError, match=r"is of another command, coterie train a2c .* --steps 1000 .*: remove it"
+    ):
+        league.train(long, tmp_path / "run")
+    (tmp_path / "run.txt").unlink()
+    with pytest.raises(FileExistsError, match=r"is of another command, which is not known: remove it"):
         league.train(long, tmp_path / "run")
 
 

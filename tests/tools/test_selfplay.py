@@ -98,7 +98,7 @@ def test_the_rating_follows_elos_formula_and_reads_each_result_once(tmp_path: Pa
     rating = SelfPlay()
     rating.on_start(run)
     rating.members["7"] = 400.0
-    cut = "7 0"  # by a full disk
+    cut = "7 0random 1.0\n7 0"  # by a full disk, twice
     (tmp_path / "selfplay" / "results" / "1").write_text(f"random 1.0\n7 0.5\ngone 1.0\n{cut}")
     rating.on_rollout(run)
     rating.on_end(run)

@@ -56,7 +56,14 @@ class Mirror:
         self._known = self._stamps()
 
     def has(self, name: str) -> bool:
-        return bool(self._to.exists(f"{self._target}/{name}"))
+        """Whether `target` has a file. Raises `CoterieError` if that cannot be told."""
+        try:
+            self._to.info(f"{self._target}/{name}")
+        except FileNotFoundError:
+            return False
+        except Exception as error:  # every file system of fsspec's has its own
+            raise CoterieError(f"ray.storage: cannot read {self.target}: {reason_of(error)}") from None
+        return True
 
     def update(self) -> None:
         """Copy what changed since the last update."""

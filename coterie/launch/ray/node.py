@@ -191,12 +191,16 @@ class Node:
             time.sleep(_POLL_S)
 
     def _keep(self) -> str:
-        """Save the run folder from this node's end; says where it is."""
+        """Save the run folder from this node's end; says where it is, and how the command ended."""
+        if self.mirror is not None:
+            self.mirror.stop(1.0)  # it hangs, perhaps
+            self.mirror = None
         self.end()
         kept = Path(tempfile.mkdtemp(prefix="coterie-kept-"))
         self.run_folder.rename(kept / "run")
         place = f"{kept}/run on {socket.gethostname()}"
-        return f"ray.storage: {self.storage} does not have the last files, which are in {place}"
+        error = self.last_line.removeprefix(_ERROR) if self.last_line.startswith(_ERROR) else "no error"
+        return f"ray.storage: {self.storage} does not have the last files, which are in {place}; the command: {error}"
 
     def _output(self) -> list[str]:
         """What the command printed since the last call, up to the last whole line while it runs. Its error is left out:

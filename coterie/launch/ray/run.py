@@ -33,7 +33,7 @@ from coterie.types import ConfigError, CoterieError, first_line, reason_of
 _POLL_S = 0.5
 _WARN_S = 20.0  # without a report of a part, before that is said
 _LOST_S = 600.0  # without a report of learners, before the run fails
-_STOP_S = 300.0  # for sites to write and store a checkpoint when another one has failed
+_STOP_S = 420.0  # for sites to write a checkpoint and store it when another one has failed: longer than a node takes
 _LEAVE_S = 20.0  # for workers to shut down at the end
 _STORE_S = 300.0  # for the last files to arrive from the storage
 
@@ -109,6 +109,22 @@ def sum_up(folders: list[Path]) -> dict[str, Any]:
     return total
 
 
+def copied_down(storage: str, folder: Path, resumed: bool) -> Mirror | None:
+    """What keeps the run folder like the storage; None if they are the same folder. Raises `CoterieError` if the
+    storage does not hold the run that is resumed, or holds one that is not.
+    """
+    if "://" not in storage and Path(storage).resolve() == folder.resolve():
+        return None
+    holds, down = Mirror(folder, storage).has("config.json"), Mirror(storage, folder, skip=OF_THE_RUN)
+    if holds and not resumed:
+        raise ConfigError(f"ray.storage: {storage} holds a run: resume that, or name another folder")
+    if resumed and not holds:
+        raise CoterieError(f"ray.storage: {storage} does not hold this run")
+    if resumed:
+        down.update()
+    return down
+
+
 class RayRun:
     """Starts all parts of a run and waits for their outcomes."""
 
@@ -118,12 +134,8 @@ class RayRun:
         self.signal: signal.Signals | None = None
         given = config.ray.storage.rstrip("/")
         self.storage = given if "://" in given else str(Path(given or folder).absolute())
-        self.down = Mirror(self.storage, folder, skip=OF_THE_RUN) if config.ray.storage else None
+        self.down = copied_down(self.storage, folder, resumed) if config.ray.storage else None
         self.folders = [Path(site_url(str(folder), k)) for k in range(len(allocation.sites))]
-        if self.down is not None and resumed:
-            self.down.update()
-        elif self.down is not None and Mirror(folder, self.storage).has("config.json"):
-            raise ConfigError(f"ray.storage: {self.storage} holds a run: resume that, or name another folder")
         goals = targets(allocation, [env_steps(own) for own in self.folders])  # before anything is written
         with writing(folder, "out: "):
             for own in self.folders:
@@ -180,7 +192,8 @@ class RayRun:
                         self.board.stop.remote(Site)
                     self._poll()
             except Exception as error:
-                self.say(f"all sites save a checkpoint and stop: {first_line(error)}")
+                others = "the other sites save a checkpoint and stop: " if self._working(Site) else ""
+                self.say(f"{others}{first_line(error)}")
                 self._stop(Site, _STOP_S)  # the others' checkpoints are kept
                 raise
             self._stop(Worker, _LEAVE_S)
@@ -206,7 +219,8 @@ class RayRun:
             before = len(self.pending)
             try:
                 self._poll()
-            except CoterieError:  # the run ends anyway
+            except CoterieError as error:  # the run ends anyway
+                self.say(first_line(error))
                 if len(self.pending) == before:  # the board is gone
                     return
 
@@ -230,7 +244,7 @@ class RayRun:
 
     def _check_silence(self, part: Part, seconds: float) -> None:
         before, self.silent[part.name] = self.silent.get(part.name, 0.0), seconds
-        if isinstance(part, Site) and seconds > _LOST_S:
+        if isinstance(part, Site) and seconds > _LOST_S and not self.stopping:
             raise CoterieError(f"ray: no report of {part.name} for {_LOST_S:.0f} s; {self.cluster.free()}")
         if before < _WARN_S <= seconds:
             self.say(f"{part.name}: not scheduled yet, no report for {_WARN_S:.0f} s; {self.cluster.free()}")

@@ -159,7 +159,7 @@ def test_a_run_folder_that_is_removed_during_an_update_keeps_its_copy(tmp_path, 
     monkeypatch.setattr(mirror, "_stamps", lambda: go.wait(PATIENCE) and stamps())  # of a slow disk
     mirror.poll(now=True)
     mirror.stop(0.1)
-    shutil.rmtree(run)
+    shutil.rmtree(run / "checkpoints")
     go.set()
     mirror._thread.join(PATIENCE)
     assert files(tmp_path / "copy") == before

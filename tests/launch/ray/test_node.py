@@ -128,7 +128,9 @@ def test_a_failure_is_sent_once_and_without_the_nodes_folder(rig, pool):
 def test_a_run_folder_that_the_storage_does_not_take_is_kept(rig, pool, monkeypatch):
     monkeypatch.setattr(node, "_STORE_S", 0.1)
     monkeypatch.setattr(Mirror, "poll", lambda self, now: ["ray.storage: full"])
-    with pytest.raises(CoterieError, match=r"ray.storage: \S+ does not have the last files, which are in ") as error:
+    with pytest.raises(
+        CoterieError, match=r"ray.storage: \S+ does not have the last files, which are in .*; the command: no error$"
+    ) as error:
         rig.run(pool, target=1000).result(PATIENCE)
     kept = Path(str(error.value).split(" which are in ")[1].split(" on ")[0])
     assert json.loads((kept / "summary.json").read_text())["status"] == "finished"
