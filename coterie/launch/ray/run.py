@@ -191,9 +191,9 @@ class RayRun:
                         self.say(f"{self.signal.name}: {does}")
                         self.board.stop.remote(Site)
                     self._poll()
-            except Exception as error:
-                others = "the other sites save a checkpoint and stop: " if self._working(Site) else ""
-                self.say(f"{others}{first_line(error)}")
+            except Exception:
+                if self._working(Site):
+                    self.say("a part has failed: the sites save a checkpoint and stop")
                 self._stop(Site, _STOP_S)  # the others' checkpoints are kept
                 raise
             self._stop(Worker, _LEAVE_S)
