@@ -12,10 +12,9 @@ from coterie.runs.objects import name_of
 
 def a2c(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """Synchronous A2C. Images: Accelerated Methods and its code (n = 5, RMSProp 7e-4 at 16 simulators times the root of
-    their number, eps inside the root). 10M env steps are of that code's example (the paper
-    has 25M). Ours: 84x84 frames, up to 200 random steps first (2000).
-    Vectors and continuous control: our own settings, with normalized rewards and advantages; the continuous form of
-    LunarLander has the discount and lambda of vectors.
+    their number, eps inside the root), 10M env steps as in that code's example (the paper has 25M). Ours: 84x84 frames,
+    up to 200 random steps first (2000). Vectors and continuous control: our own settings, with normalized rewards and
+    advantages; the continuous form of LunarLander has the discount and lambda of vectors.
     """
     env = name_of("env.id", env)
     return make(
