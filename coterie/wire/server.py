@@ -116,10 +116,12 @@ class Server:
 
     def _run(self) -> None:
         self._loop.run_forever()
-        if left := asyncio.all_tasks(self._loop):  # gRPC does not wait for streams that it has ended
-            for task in left:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.wait(left, timeout=_GRACE_S))
+        # gRPC does not wait for streams that it has ended, and prints a traceback of one that is cancelled twice.
+        for cancels in (False, True):
+            if left := asyncio.all_tasks(self._loop):
+                for task in left if cancels else ():
+                    task.cancel()
+                self._loop.run_until_complete(asyncio.wait(left, timeout=_GRACE_S))
         self._loop.close()
 
     def _do(self, work: Coroutine[Any, Any, None], seconds: float) -> None:
@@ -128,7 +130,7 @@ class Server:
 
     def _end_thread(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_GRACE_S * 2)
+        self._thread.join(_GRACE_S * 3)
 
     async def _start(self) -> None:
         self._server = grpc.aio.server(

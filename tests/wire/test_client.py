@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from itertools import islice
 from pathlib import Path
 
@@ -217,3 +217,14 @@ def test_another_machine_needs_a_certificate(address: str, tmp_path: Path):
         open_channel(address)
     with pytest.raises(ConfigError, match=r"wire\.cert: cannot read"):
         open_channel(address, str(tmp_path / "none"))
+
+
+def test_a_server_that_ends_open_streams_logs_nothing(serve: Serve):
+    """gRPC prints a traceback of a stream that is cancelled a second time while it ends."""
+    servers = [serve(limits=Limits(streams=20)) for _ in range(4)]
+    with ExitStack() as opened, ThreadPoolExecutor(len(servers)) as pool:
+        channels = [opened.enter_context(channel_to(served.address)) for served in servers]
+        for channel in channels:
+            for _ in range(20):
+                opened.callback(connect(channel).close)
+        assert list(pool.map(lambda served: served.server.close(None), servers)) == [None] * 4
