@@ -24,9 +24,12 @@ from coterie.runs.trust import SIGNATURE
 from coterie.types import CoterieError, reason_of
 
 OF_THE_RUN = ("config.json", SIGNATURE, "ray.txt")  # files in the run folder that are not its first site's
+LEASE = "lease.json"  # of the command that works in a storage
 _CHECKPOINTS, _MANIFEST, _BEST = "checkpoints", "manifest.json", "best.json"
 _OLD = ".old"  # a checkpoint while another one takes its name
 _LOCAL_S, _REMOTE_S = 1.0, 10.0  # between updates of a local path and of a URL
+STORED_S = 300.0  # for the target to have all files at the end
+ENDED_S = 60.0  # for an update to end
 
 
 def site_url(storage: str, site: int) -> str:
@@ -165,7 +168,7 @@ def fetch(url: str, folder: Path) -> None:
         if folder.exists():
             raise FileExistsError(f"{folder} exists: resume it, or remove it")
         shutil.rmtree(draft, ignore_errors=True)
-        Mirror(url, draft).update()
+        Mirror(url, draft, skip=(LEASE,)).update()
         draft.rename(folder)
     except Exception as error:  # every file system of fsspec's has its own
         raise CoterieError(f"RUN: cannot get {url}: {reason_of(error)}") from None

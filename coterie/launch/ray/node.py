@@ -18,7 +18,7 @@ from coterie import __version__
 from coterie.launch.ray import watchdog
 from coterie.launch.ray.allocation import Allocation, Part, Site, Worker, site_config, worker_args
 from coterie.launch.ray.cluster import Address, Orders, Terms
-from coterie.launch.ray.mirror import OF_THE_RUN, Mirror, site_url
+from coterie.launch.ray.mirror import ENDED_S, OF_THE_RUN, STORED_S, Mirror, site_url
 from coterie.parallel.clock import awake
 from coterie.parallel.processes import scratch_folder
 from coterie.runs import checkpoint
@@ -28,8 +28,6 @@ from coterie.wire.keys import CERT, token_file
 
 _POLL_S = 0.5
 _SILENT_S = 60.0  # for the board to answer: a node that is out of reach for longer gives up
-_STORE_S = 300.0  # for the storage to have all files at the end
-_STOP_S = 60.0  # for an update of the storage to end
 _AGAIN_S = 5.0  # before a command that ended too early is started again
 _TRIES = 100  # for consecutive free ports
 _ERROR = "coterie: "  # before the line that a command fails with
@@ -179,7 +177,7 @@ class Node:
                 ended = ended or awake()
             stored = self.mirror is None or self.mirror.updated >= ended
             orders: Orders = self.ask("report", part, [*self._output(), *failures])
-            if code is not None and (stored or awake() > ended + _STORE_S):
+            if code is not None and (stored or awake() > ended + STORED_S):
                 if not stored:
                     raise CoterieError(self._keep())
                 return code, orders.terms != terms and not orders.stop
@@ -223,7 +221,7 @@ class Node:
         checkpoints of a run folder that is removed during an update.
         """
         if self.mirror is not None:
-            self.mirror.stop(_STOP_S)
+            self.mirror.stop(ENDED_S)
             self.mirror = None
         if self.process is None:
             return

@@ -18,8 +18,9 @@ from coterie import __version__
 from coterie.config import Config
 from coterie.launch.ray.allocation import Allocation, Part, Site, Worker, allocate, targets
 from coterie.launch.ray.cluster import Board, Cluster
-from coterie.launch.ray.mirror import OF_THE_RUN, Mirror, site_url
+from coterie.launch.ray.mirror import ENDED_S, STORED_S, site_url
 from coterie.launch.ray.node import Node, Outcome, env_steps
+from coterie.launch.ray.storage import Storage
 from coterie.parallel.clock import awake
 from coterie.parallel.signals import on_signals
 from coterie.runs import checkpoint
@@ -28,14 +29,13 @@ from coterie.runs.files import sole_writer, write_whole, writing
 from coterie.runs.metrics import clean
 from coterie.runs.starting import Starting
 from coterie.runs.trust import SIGNATURE, sign
-from coterie.types import ConfigError, CoterieError, first_line, reason_of
+from coterie.types import ConfigError, CoterieError, first_line
 
 _POLL_S = 0.5
 _WARN_S = 20.0  # without a report of a part, before that is said
 _LOST_S = 600.0  # without a report of learners, before the run fails
-_STOP_S = 420.0  # for sites to write a checkpoint and store it when another one has failed: longer than a node takes
+_STOP_S = STORED_S + ENDED_S + 60.0  # for sites to write a checkpoint and store it when another one has failed
 _LEAVE_S = 20.0  # for workers to shut down at the end
-_STORE_S = 300.0  # for the last files to arrive from the storage
 
 _SUMMED = ("env_steps", "env_frames", "learner_steps", "samples_trained", "episodes", "masked_steps")
 
@@ -54,7 +54,8 @@ def run_on_ray(
         allocation = allocate(config, cluster.machines, sites)
         if not resumed:
             held.enter_context(sole_writer(folder, new=True))
-        run = RayRun(cluster, allocation, folder, quiet, resumed)
+        storage = Storage(config.ray.storage, folder, resumed, starting.doing, held)
+        run = RayRun(cluster, allocation, folder, storage, quiet)
         for note in starting.notes:
             run.say(note)
         result: dict[str, Any] = {"status": "failed", "reason": ""}
@@ -72,7 +73,7 @@ def run_on_ray(
             total = {"seconds": time.monotonic() - begin} | sum_up(run.folders) | result
             with suppress(OSError, CoterieError):
                 write_whole(folder / "summary.json", json.dumps(clean(total), indent=1) + "\n")
-                run.push("summary.json", "ray.txt")
+                storage.push("summary.json", "ray.txt")
         if isinstance(failure, CoterieError):
             raise type(failure)(f"{failure}{checkpoint.last_good(folder / 'checkpoints')}", failure.trace) from failure
         if failure is not None:
@@ -109,32 +110,13 @@ def sum_up(folders: list[Path]) -> dict[str, Any]:
     return total
 
 
-def copied_down(storage: str, folder: Path, resumed: bool) -> Mirror | None:
-    """What keeps the run folder like the storage; None if they are the same folder. Raises `CoterieError` if the
-    storage does not hold the run that is resumed, or holds one that is not.
-    """
-    if "://" not in storage and Path(storage).resolve() == folder.resolve():
-        return None
-    holds, down = Mirror(folder, storage).has("config.json"), Mirror(storage, folder, skip=OF_THE_RUN)
-    if holds and not resumed:
-        raise ConfigError(f"ray.storage: {storage} holds a run: resume that, or name another folder")
-    if resumed and not holds:
-        raise CoterieError(f"ray.storage: {storage} does not hold this run")
-    if resumed:
-        down.update()
-    return down
-
-
 class RayRun:
     """Starts all parts of a run and waits for their outcomes."""
 
-    def __init__(self, cluster: Cluster, allocation: Allocation, folder: Path, quiet: bool, resumed: bool) -> None:
-        self.cluster, self.folder, self.quiet = cluster, folder, quiet
+    def __init__(self, cluster: Cluster, allocation: Allocation, folder: Path, storage: Storage, quiet: bool) -> None:
+        self.cluster, self.folder, self.storage, self.quiet = cluster, folder, storage, quiet
         config = allocation.config
         self.signal: signal.Signals | None = None
-        given = config.ray.storage.rstrip("/")
-        self.storage = given if "://" in given else str(Path(given or folder).absolute())
-        self.down = copied_down(self.storage, folder, resumed) if config.ray.storage else None
         self.folders = [Path(site_url(str(folder), k)) for k in range(len(allocation.sites))]
         goals = targets(allocation, [env_steps(own) for own in self.folders])  # before anything is written
         with writing(folder, "out: "):
@@ -146,7 +128,7 @@ class RayRun:
             self.log = (folder / "ray.txt").open("a")
         if unsigned:
             self.say(unsigned)
-        self.push("config.json", *([SIGNATURE] if (folder / SIGNATURE).exists() else []))
+        storage.push("config.json", *([SIGNATURE] if (folder / SIGNATURE).exists() else []))
         here, hosts = cluster.machines[0], {m.address for m in cluster.machines}
         self.board = cluster.start(Board, (allocation, hosts), here, cpus=0)
         self.pending: dict[Any, Part] = {}  # parts by the calls that end with them
@@ -156,21 +138,11 @@ class RayRun:
         host = "" if len(hosts) > 1 else "127.0.0.1"
         parts: list[Part] = [*allocation.sites, *allocation.workers]
         for part in parts:
-            made_of = (__version__, allocation, self.storage)
+            made_of = (__version__, allocation, storage.url)
             node = cluster.start(Node, made_of, part.machine, part.cpus, part.gpus, restarts=-1)  # the board counts
             target = goals[part.site] if isinstance(part, Site) else 0
             self.pending[node.run.remote(self.board, part, host, target)] = part
             self.silent[part.name] = 0.0
-
-    def push(self, *names: str) -> None:
-        """Store files of the run folder."""
-        if self.down is not None:
-            try:
-                for name in names:
-                    Mirror(self.folder, self.storage).copy(name)
-            except Exception as error:  # every file system of fsspec's has its own
-                reason = reason_of(error)
-                raise CoterieError(f"ray.storage: cannot write to {self.storage}: {reason}") from None
 
     def say(self, line: str) -> None:
         """Log a line and print it. A full disk or a closed terminal does not end the run."""
@@ -228,7 +200,7 @@ class RayRun:
         """Take what has happened: lines, silence, outcomes."""
         ready, _ = self.cluster.ray.wait(list(self.pending), num_returns=len(self.pending), timeout=_POLL_S)
         lines, silent = self.cluster.result("the board", self.board.collect.remote())
-        for line in [*lines, *(self.down.poll() if self.down is not None else ())]:
+        for line in [*lines, *self.storage.poll()]:
             self.say(line)
         for part in self.pending.values():
             self._check_silence(part, silent.get(part.name, awake() - self.begin))
@@ -251,16 +223,11 @@ class RayRun:
 
     def close(self) -> dict[str, int]:
         """End the storage's last updates, and count machines and restarts."""
-        begin = awake()
-        while self.down is not None and self.down.updated < begin > awake() - _STORE_S:
-            for line in self.down.poll(now=True):
-                self.say(line)
-            time.sleep(0.1)
+        for line in self.storage.finish():
+            self.say(line)
         found: dict[str, int] = {}
         with suppress(CoterieError):
             found = self.cluster.result("the board", self.board.summary.remote())
-        if self.down is not None:
-            self.down.stop(1.0)
         with suppress(OSError):
             self.log.close()
         return found

@@ -1,0 +1,96 @@
+"""A storage holds one run, and one command works in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from coterie.launch.ray import lease as leases
+from coterie.launch.ray.lease import lease
+from coterie.launch.ray.mirror import LEASE
+from coterie.launch.ray.storage import Storage
+from coterie.types import ConfigError, CoterieError
+from tests.support.waiting import wait_until
+
+
+@contextmanager
+def opened(given: str | Path, folder: Path, resumed: bool) -> Iterator[Storage]:
+    with ExitStack() as held:
+        yield Storage(str(given), folder, resumed, lambda step: None, held)
+
+
+@pytest.fixture
+def url(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(leases, "_BEAT_S", 0.02)
+    monkeypatch.setattr(leases, "_GONE_S", 0.5)
+    return f"memory://{uuid.uuid4().hex}"
+
+
+def stored(url: str) -> bytes:
+    return bytes(fsspec.open(f"{url}/{LEASE}", "rb").open().read())
+
+
+def test_a_storage_holds_the_run_that_is_resumed_and_no_other(tmp_path):
+    folder, storage = tmp_path / "run", tmp_path / "storage"
+    with (
+        pytest.raises(CoterieError, match=r"^ray.storage: \S+/storage does not hold this run$"),
+        opened(storage, folder, resumed=True),
+    ):
+        pass
+    assert not storage.exists(), "it is not mounted, perhaps"
+    with opened(storage, folder, resumed=False):
+        assert storage.is_dir()
+    (storage / "config.json").write_text("a run's")
+    (storage / "metrics.jsonl").write_text("its metrics")
+    with (
+        pytest.raises(ConfigError, match=r"^ray.storage: \S+/storage holds a run: resume that, or name another folder"),
+        opened(storage, folder, resumed=False),
+    ):
+        pass
+    with opened(storage, folder, resumed=True):
+        assert (folder / "metrics.jsonl").read_text() == "its metrics"
+        with (
+            pytest.raises(ConfigError, match=rf"{storage} is being trained by pid {os.getpid()} on "),
+            opened(storage, tmp_path / "other", resumed=True),
+        ):
+            pass
+    (tmp_path / "link").symlink_to(storage)
+    with opened(tmp_path / "link", storage, resumed=True) as same:
+        assert (same.poll(), list(same.finish())) == ([], []), "nothing to copy"
+
+
+def test_a_url_that_another_command_works_in_is_refused(url):
+    steps = list[str]()
+    with lease(url, steps.append) as check:
+        before = stored(url)
+        wait_until(lambda: stored(url) != before, what="it is written again")
+        mine = rf"^ray.storage: {url} is being trained by pid {os.getpid()} on "
+        with pytest.raises(ConfigError, match=mine), lease(url, steps.append):
+            pass
+        check()
+        assert steps == [f"waiting 0 s, to see whether {json.loads(before)['by']} still trains {url}"]
+    assert not fsspec.filesystem("memory").exists(f"{url}/{LEASE}")
+    with lease(url, steps.append):
+        assert len(steps) == 1, "without a wait"
+
+
+@pytest.mark.parametrize("left", [b"", json.dumps({"id": "x", "by": "pid 1 on gone", "beats": 3}).encode()])
+def test_a_url_whose_command_was_killed_is_taken(url, left):
+    with fsspec.open(f"{url}/{LEASE}", "wb") as file:
+        file.write(left)
+    with lease(url, lambda step: None) as check:
+        assert json.loads(stored(url))["id"] != "x"
+        with fsspec.open(f"{url}/{LEASE}", "wb") as file:  # by another one, while this machine was cut off
+            file.write(json.dumps({"id": "y", "by": "pid 2 on next"}).encode())
+        wait_until(lambda: all(x.name != "coterie-lease" for x in threading.enumerate()), what="it is noticed")
+        with pytest.raises(CoterieError, match="was taken by pid 2 on next, which trains this run now"):
+            check()
+    assert json.loads(stored(url))["id"] == "y", "the other's stays"
