@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,12 +36,13 @@ def fitting(f: ObsField, obs: Any, target: Array) -> Any:
     name = "the observation" + "".join(f"[{key!r}]" for key in f.path)
     try:
         x = np.asarray(leaf_of(obs, f.path))
-        if f.convert is not None:
-            return f.convert(x[None])[0]
+        single = f.convert is not None and x.size == 1 and math.prod(f.given or ()) == 1  # a number and an array of one
+        if f.given is not None and x.shape != f.given and not single:
+            raise CoterieError(f"{name} has shape {x.shape}, and its space {f.given}")
+        row = x if f.convert is None else f.convert(x[None])[0]
     except (LookupError, TypeError, ValueError) as error:
         raise CoterieError(f"{name} is not in its space: {one_line(error)}") from error
-    if x.shape != target.shape[1:]:
-        raise CoterieError(f"{name} has shape {x.shape}, and its space {target.shape[1:]}")
-    if x.dtype != target.dtype and target.dtype.kind in "iu" and not np.array_equal(x, x.astype(target.dtype)):
-        raise CoterieError(f"{name} has numbers that its space's {target.dtype} cannot hold: {x.min()} to {x.max()}")
-    return x
+    kind = target.dtype
+    if x.dtype != kind and kind.kind in "iu" and x.dtype.kind in "iuf" and not np.array_equal(x, x.astype(kind)):
+        raise CoterieError(f"{name} has numbers that its space's {kind} cannot hold: {x.min()} to {x.max()}")
+    return row

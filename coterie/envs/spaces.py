@@ -41,6 +41,7 @@ class ObsField:
     path: tuple[str | int, ...]
     spec: ObsSpec
     convert: Convert | None  # None: as it is
+    given: tuple[int, ...] | None = None  # the shape of the env's own array; None: not known
     form: str = "as it is"  # what `convert` makes of the env's own array, for people
 
 
@@ -73,18 +74,19 @@ def _field(
     env_id: str, name: str, path: tuple[str | int, ...], space: spaces.Space[Any], text: bool = False
 ) -> ObsField:
     if text or (space.dtype is not None and space.dtype.kind == "U"):  # gymnasium's Text, minigrid's MissionSpace
-        return ObsField(name, path, text_spec(), text_rows, TEXT_FORM)
+        return ObsField(name, path, text_spec(), text_rows, form=TEXT_FORM)
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
         counts = space.n if isinstance(space, spaces.Discrete) else space.nvec
         sizes = np.asarray(counts, np.int64).reshape(-1)
         start = np.broadcast_to(np.asarray(space.start, np.int64).reshape(-1), sizes.shape)
         if sizes.sum() > _LARGEST_ONE_HOT:
             raise ConfigError(f"env.id {env_id!r}: observation {name!r} has {sizes.sum()} values, too many to one-hot")
-        spec = ObsSpec((int(sizes.sum()),), "float32", 0.0, 1.0)
+        one_hot = ObsSpec((int(sizes.sum()),), "float32", 0.0, 1.0)
         form = f"one-hot vectors side by side, of as many values as {sizes.tolist()}, from {start.tolist()} on"
-        return ObsField(name, path, spec, _one_hot(sizes, start), form)
+        return ObsField(name, path, one_hot, _one_hot(sizes, start), tuple(space.shape or ()), form)
     if isinstance(space, spaces.MultiBinary):
-        return ObsField(name, path, ObsSpec(tuple(space.shape), "int8", 0.0, 1.0), _plain((), "int8"), "as int8")
+        bits = ObsSpec(shape := tuple(space.shape), "int8", 0.0, 1.0)
+        return ObsField(name, path, bits, _plain((), "int8"), shape, "as int8")
     if isinstance(space, spaces.Box):
         shape = tuple(space.shape) or (1,)
         dtype = space.dtype.name if space.dtype is not None and space.dtype.name in _KEPT else "float32"
@@ -93,8 +95,8 @@ def _field(
         codes = _GRID_CODES if _GRID.match(env_id) and name == "image" and shape[2:] == (len(_GRID_CODES),) else ()
         spec = ObsSpec(shape, dtype, low, high, codes=codes)
         if same:
-            return ObsField(name, path, spec, None)
-        return ObsField(name, path, spec, _plain(space.shape, dtype), f"as {dtype}")
+            return ObsField(name, path, spec, None, shape)
+        return ObsField(name, path, spec, _plain(space.shape, dtype), tuple(space.shape), f"as {dtype}")
     raise ConfigError(
         f"env.id {env_id!r}: observation {name or 'space'!r} is {type(space).__name__}; "
         "it may be Box, Discrete, MultiDiscrete, MultiBinary, Text or a Dict or Tuple of those"
@@ -142,18 +144,18 @@ def with_mask(env_id: str, fields: list[ObsField], action: ActionSpec, outside: 
                     f"env.id {env_id!r}: observation {f.name!r} has shape {f.spec.shape}; an action mask is the entry "
                     f"{MASK!r} beside other observations, with a value for each of {spec.shape[0]} choices"
                 )
-            f = ObsField(MASK, f.path, spec, lambda x: on_host(x).astype(bool), "as bool")
+            f = ObsField(MASK, f.path, spec, lambda x: on_host(x).astype(bool), f.given, "as bool")
         found.append(replace(f, name=f.name or "observation") if outside else f)
     if outside:
         form = 'bool: what the env has in info["action_mask"], or its method action_masks() returns'
-        found.append(ObsField(MASK, (), spec, None, form))
+        found.append(ObsField(MASK, (), spec, None, form=form))
     return found
 
 
 @dataclass(frozen=True)
 class ActionMap:
-    """What a policy may choose, and how a batch of its choices becomes what the env takes: in the env's shape, clipped
-    to +-`limit`, times `scale`, plus `offset`; None: that is left out.
+    """What a policy may choose, and how a batch of its choices becomes what the env takes: in the env's shape, times
+    `scale`, plus `offset`, clipped to `low` and `high`; None: that is left out.
 
     A Dict or Tuple has `leaves`, each with its columns of the policy's action; then the env's values are side by side
     in a row, and `nested` makes the env's structure of it.
@@ -163,7 +165,8 @@ class ActionMap:
     shape: tuple[int, ...]
     offset: Array | None = None
     scale: Array | None = None
-    limit: Array | None = None
+    low: Array | None = None
+    high: Array | None = None
     leaves: tuple[tuple[ActionMap, Array], ...] = ()
     space: spaces.Space[Any] | None = None  # with leaves
 
@@ -173,11 +176,11 @@ class ActionMap:
             parts = [leaf.to_env(a[:, columns].astype(leaf.spec.dtype)) for leaf, columns in self.leaves]
             return np.concatenate([x.reshape(len(a), -1).astype(self.spec.dtype) for x in parts], 1)
         a = a.reshape(len(a), *self.shape)
-        if self.limit is not None:
-            a = a.clip(-self.limit, self.limit)
         if self.scale is not None:
             a = self.scale * a
-        return a if self.offset is None else self.offset + a
+        if self.offset is not None:
+            a = self.offset + a
+        return a if self.low is None else a.clip(self.low, self.high)
 
     def from_env(self, a: Any) -> Array:
         """The inverse: `[n, *spec.shape]` of actions that the env took, in its structure."""
@@ -224,9 +227,9 @@ def action_map(env_id: str, space: spaces.Space[Any]) -> ActionMap:
     if isinstance(space, spaces.Box):
         if np.issubdtype(space.dtype, np.floating):
             return _box_action(space)
-        sizes = space.high.astype(np.int64) - space.low + 1
-        if sizes.sum() <= _LARGEST_ONE_HOT:
-            choices = tuple(int(n) for n in sizes.reshape(-1))
+        ends = zip(space.low.reshape(-1).tolist(), space.high.reshape(-1).tolist(), strict=True)
+        choices = tuple(high - low + 1 for low, high in ends)  # of Python's integers: NumPy's would overflow
+        if sum(choices) <= _LARGEST_ONE_HOT:
             return ActionMap(ActionSpec("multi", choices), tuple(space.shape), space.low.astype(np.int64))
     raise ConfigError(
         f"env.id {env_id!r}: the action space has {space}; it may be Discrete, MultiDiscrete, MultiBinary, Box (of "
@@ -252,14 +255,23 @@ def _structured(env_id: str, space: spaces.Space[Any]) -> ActionMap:
 
 
 def _box_action(space: spaces.Box) -> ActionMap:
+    """A component with two bounds is stretched from [-1, 1]; with one or none it is the number itself, clipped."""
     low, high = space.low.astype(np.float64), space.high.astype(np.float64)
     spec = ActionSpec("continuous", low=tuple(low.reshape(-1).tolist()), high=tuple(high.reshape(-1).tolist()))
-    bounded = np.isfinite(low) & np.isfinite(high)
-    center = np.where(bounded, (np.where(bounded, high, 0) + np.where(bounded, low, 0)) / 2, 0).astype(np.float32)
-    half = np.where(bounded, (np.where(bounded, high, 0) - np.where(bounded, low, 0)) / 2, 1).astype(np.float32)
-    limit = np.where(bounded, 1, np.inf).astype(np.float32)  # what has no bounds is passed as it is
+    with np.errstate(over="ignore", invalid="ignore"):
+        half = ((high - low) / 2).astype(np.float32)
+        bounded = np.isfinite(half)
+        center = np.where(bounded, low / 2 + high / 2, 0).astype(np.float32)
+        ends = _inside(low, 1), _inside(high, -1)
+    half = np.where(bounded, half, np.float32(1))
     unit = bool((center == 0).all() and (half == 1).all())
-    return ActionMap(spec, tuple(space.shape), None if unit else center, None if unit else half, limit)
+    return ActionMap(spec, tuple(space.shape), None if unit else center, None if unit else half, *ends)
+
+
+def _inside(bound: Array, side: int) -> Array:
+    """The float32 numbers nearest to bounds on the inner `side`: 1 is upwards, -1 downwards."""
+    near = bound.astype(np.float32)
+    return np.where((near - bound) * side < 0, np.nextafter(near, np.float32(side * np.inf)), near)
 
 
 def flatten(obs: Any, fields: list[ObsField], take: Callable[[Any], Any] = lambda x: x) -> Obs:

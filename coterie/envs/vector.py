@@ -153,8 +153,7 @@ class VectorBackend(Backend):
 
     def _flat(self, obs: Any, which: Array | None = None) -> Obs:
         """An observation of the env's own structure, or its rows `which`."""
-        flat = flatten(obs, self.fields, lambda x: x if which is None else _shared(x)[which])
-        return map_obs(_shared, flat)
+        return map_obs(_shared, flatten(obs, self.fields, lambda x: x if which is None else _rows(x)[which]))
 
     def _with_final(self, obs: Obs, info: Mapping[str, Any], done: Array, truncated: Array) -> Obs:
         """`obs` with the last observations of episodes in place of the first ones of the next."""
@@ -193,6 +192,11 @@ def _with(obs: Obs, which: Array, rows: Obs) -> Obs:
     return new
 
 
+def _rows(x: Any) -> Any:
+    """The rows of an array; gymnasium has texts in a tuple."""
+    return np.asarray(x, object) if isinstance(x, tuple | list) else _shared(x)
+
+
 def _shared(x: Any) -> Any:
     """A NumPy array or torch tensor as it is; another array as a torch tensor on its device."""
     if isinstance(x, np.ndarray):
@@ -223,7 +227,7 @@ def edge(backend: Backend, first: StepResults) -> Callable[[Any], Any]:
     import torch
 
     device = next((x.device for x in obs.values() if isinstance(x, torch.Tensor)), "cpu")
-    constants = ((k, getattr(actions, k)) for k in ("offset", "scale", "limit"))
+    constants = ((k, getattr(actions, k)) for k in ("offset", "scale", "low", "high"))
     there: Any = {k: torch.as_tensor(x, device=device) for k, x in constants if x is not None}
     return lambda a: replace(actions, **there).to_env(torch.as_tensor(a, device=device))
 

@@ -252,6 +252,16 @@ def test_time_limits_of_an_env_truncate_or_terminate(env_id):
         assert pattern(play(envs, 9), 0) == "F..DF..DF."
 
 
+@pytest.mark.parametrize("backend", ["pool", "workers"])
+def test_an_episode_that_ends_at_its_time_limit_is_not_bootstrapped(backend):
+    with make("CartPole-v1", 8, backend=backend, max_episode_steps=12) as envs:
+        seen = play(envs, 500)
+    at_limit = seen.episode_length == 12
+    fell = np.abs(seen.obs[..., 2]) > 0.2095
+    np.testing.assert_array_equal(seen.terminated[at_limit], fell[at_limit])
+    assert {*fell[at_limit]} == {False, True}
+
+
 def test_an_env_that_only_the_worker_cannot_make_is_an_error_at_the_start(monkeypatch, tmp_path):
     with make(COUNTING, 1) as envs:
         envs.recv(0)  # the spec is cached: this process makes no env any more

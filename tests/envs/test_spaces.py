@@ -89,6 +89,19 @@ def test_continuous_actions_stretch_finite_bounds_and_leave_infinite_ones():
     np.testing.assert_array_equal(x, [[[0.5, -0.5], [1, 1]]])
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_continuous_actions_stay_within_their_bounds_to_the_last_digit(dtype):
+    ends = np.sort(np.random.default_rng(0).normal(scale=5, size=(2, 400)).round(2), 0)
+    few = np.array([[0, -np.inf, -1e300, -0.1], [np.inf, 3, 1e300, 0.1]]) if dtype == np.float64 else ends[:, :1]
+    for low, high in (ends, few):
+        space = spaces.Box(low.astype(dtype), high.astype(dtype), dtype=dtype)
+        m = action_map("env", space)
+        for a in (-50, -1, 0, 1, 50):
+            x = m.to_env(np.full((1, len(low)), a, np.float32))
+            assert space.contains(x[0].astype(dtype)), a
+            assert x.dtype == np.float32
+
+
 def test_tuples_are_flat_with_their_numbers_as_names():
     space = spaces.Tuple((spaces.Discrete(2), spaces.Dict({"a": spaces.Tuple((spaces.Box(-1, 1, (2,), np.float32),))})))
     specs, x = convert(space, (np.array([1]), {"a": (np.zeros((1, 2), np.float32),)}))
@@ -100,6 +113,9 @@ def test_boxes_of_integers_are_choices():
     m = action_map("env", spaces.Box(-2, np.array([0, 3]), (2,), np.int32))
     assert (m.spec.kind, m.spec.sizes) == ("multi", (3, 6))
     np.testing.assert_array_equal(m.to_env(np.array([[0, 5]])), [[-2, 3]])
+    for dtype in (np.int64, np.uint64):  # in which the number of values would overflow
+        with pytest.raises(ConfigError, match=r"Box \(of integers: at most 65536 values\)"):
+            action_map("env", spaces.Box(np.iinfo(dtype).min, np.iinfo(dtype).max, (2,), dtype))
 
 
 def test_nested_actions_have_their_choices_first_and_become_what_the_env_takes():

@@ -50,6 +50,16 @@ def test_every_step_of_gymnasiums_own_is_aligned(mode: str, groups: int) -> None
     np.testing.assert_array_equal(seen.obs["image"][:, :, 0, 3, 3], seen.obs["inner.vector"][..., 0] % 256)
 
 
+@pytest.mark.parametrize("mode", ["NextStep", "Disabled", "SameStep"])
+def test_texts_of_gymnasiums_own_are_those_of_each_episode(mode: str) -> None:
+    """Each mission is of one episode, and of other words than the next one."""
+    with make("tests.support.vectors:missions", 3, backend="vector", kwargs={"mode": mode}) as envs:
+        seen = play(envs, 30)
+    changes = (seen.obs["mission"][1:] != seen.obs["mission"][:-1]).any(-1)
+    assert changes.any()
+    assert seen.is_first[1:][changes].all()
+
+
 @pytest.mark.parametrize("mode", ["NextStep", "Disabled"])
 @pytest.mark.parametrize("kind", ["numpy", "torch", "dlpack"])
 def test_every_step_of_another_is_aligned(mode: str, kind: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
-from coterie.envs.testing import CountingEnv
+from coterie.envs.testing import CountingEnv, Mission
 from tests.support.masked import Masked
 from tests.support.telling import TellingEnv
 
@@ -99,6 +99,10 @@ class _Same(CountingEnv):  # a reset of an env that has not finished repeats its
 
 def gymnasiums(num_envs: int, mode: str = "NextStep", **kwargs: Any) -> Any:
     return SyncVectorEnv([lambda: _Same(**kwargs)] * num_envs, autoreset_mode=mode)
+
+
+def missions(num_envs: int, mode: str) -> Any:
+    return SyncVectorEnv([Mission] * num_envs, autoreset_mode=AutoresetMode(mode))
 
 
 def masked(num_envs: int, mode: str = "NextStep", where: str = "obs") -> Any:

@@ -114,13 +114,12 @@ def _to_env(actions: ActionMap, a: Tensor) -> Tensor:
             for leaf, at in actions.leaves
         ]
         return torch.cat([x.reshape(a.shape[0], -1).to(a.dtype) for x in of_leaf], 1)
-    limit, scale, offset = (
-        None if x is None else torch.from_numpy(x) for x in (actions.limit, actions.scale, actions.offset)
-    )
+    constants = (actions.scale, actions.offset, actions.low, actions.high)
+    scale, offset, low, high = (None if x is None else torch.from_numpy(x) for x in constants)
     a = a.reshape(a.shape[0], *actions.shape)  # len() would be a constant of the graph
-    a = a if limit is None else a.clamp(-limit, limit)
     a = a if scale is None else scale * a
-    return a if offset is None else offset + a
+    a = a if offset is None else offset + a
+    return a if low is None else a.clamp(low, high)
 
 
 def to_onnx(graph: Graph) -> bytes:
