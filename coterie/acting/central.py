@@ -75,6 +75,7 @@ class Central(EnvStreams):
         self.look: Callable[[int | None], int] = lambda env_steps: 0  # `Agent.look`
         self.is_over: Callable[[], bool] = lambda: False  # whether to end instead of waiting for rollouts
         self.completed: dict[tuple[int, int], int] = {}  # finished rollouts by client and group
+        self.patience = config.timeout / 3 if config.window else 0.0  # with a window all wait for a host that hangs
         self._error: BaseException | None = None
         self.closed = False
         # On a GPU its threads have a stream of their own, so that no answer waits for a learner step.

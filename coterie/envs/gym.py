@@ -152,7 +152,7 @@ class Instance:
         self.infos: dict[int, Mapping[str, Any]] = {}  # of the last step, by row, as the env gave them
         declared = declare(env_id, env.observation_space, env.action_space, mask=mask)
         self.fields, self.actions = declared.fields, declared.actions
-        self.space = env.action_space
+        self.space, self.masked = env.action_space, declared.spec.masked
 
     def reset(self) -> None:
         self._begin(*parts_of("reset", self.env.reset(seed=self.seed), RESET))
@@ -176,7 +176,7 @@ class Instance:
         """An observation; where the episode does not go on, all actions are legal."""
         for f in self.fields:
             target = self.arrays[f"obs/{f.name}"]
-            if f.name == MASK and not goes_on:
+            if f.name == MASK and self.masked and not goes_on:
                 target[row] = True
             elif f.name == MASK and self.mask:
                 given = self.env.get_wrapper_attr(_METHOD)() if self.mask == "method" else info.get(MASK, "missing")
@@ -211,7 +211,7 @@ class TeamInstance(Instance):
             acted, goes_on = agent in actions, agent in playing
             if agent in obs:
                 self.write(row, obs[agent], info.get(agent, {}), goes_on)
-            elif f"obs/{MASK}" in self.arrays:
+            elif self.masked:
                 self.arrays[f"obs/{MASK}"][row] = True
             over = acted and bool(terminated.get(agent))
             cut = acted and not over and (bool(truncated.get(agent)) or not goes_on)
@@ -257,22 +257,21 @@ def _masks(mask: Any, space: Any) -> Iterator[Array]:
 
 
 def numbers(info: Any, n: int, depth: int = _DEEPEST) -> dict[str, Array]:
-    """The numbers in the info of `n` envs, by name, those in dicts as `outer/inner`: `[n]` float64, NaN where the
-    array `_name` beside `name` says that an env has none. A single number holds for all envs; all else is left out.
+    """The numbers in the info of `n` envs, by name, those in dicts as `outer/inner`: `[n]` float64, NaN where the bool
+    array `_name` `[n]` beside `name` says that an env has none. A single number holds for all envs; all else is left
+    out, and so is every name that begins with an underscore.
     """
-    found: dict[str, Array] = {}
+    found, has = dict[str, Array](), dict[str, Array]()
     for name, x in info.items() if isinstance(info, Mapping) else ():
         if isinstance(x, Mapping):
             found |= {f"{name}/{inner}": y for inner, y in (numbers(x, n, depth - 1) if depth else {}).items()}
         elif isinstance(x, int | float) or hasattr(x, "dtype"):
             y = np.asarray(on_host(x))
+            if y.dtype == bool and y.shape == (n,):
+                has[str(name)] = y
             if y.dtype.kind in "biuf" and (y.size == 1 or y.shape in ((n,), (n, 1))):
                 found[str(name)] = np.full(n, y.reshape(-1), np.float64)
-    for name in [name for name in found if name.startswith("_")]:
-        has = found.pop(name)
-        if (of := name[1:]) in found:
-            found[of] = np.where(has, found[of], np.nan)
-    return found
+    return {k: np.where(has.get(f"_{k}", True), y, np.nan) for k, y in found.items() if not k.startswith("_")}
 
 
 def make_instance(env_id: str, env: GymEnv, seed: int, rows: range, arrays: dict[str, Array], mask: str) -> Instance:

@@ -55,7 +55,8 @@ class LocalBackend(Backend):
         return frame
 
     def close(self) -> None:
-        self.env.close()
+        with suppress(Exception):
+            self.env.close()
 
 
 def _takes_render_mode(env_id: str) -> bool:

@@ -14,20 +14,34 @@ from coterie.parallel.clock import Budget
 from coterie.types import Array, CoterieError
 
 _REASONS_KEPT = 50
+_NAMES = 200
 _LARGEST = 1e15  # a number beyond is not averaged
 
 
 class Means(dict[str, tuple[float, int]]):
-    """By name: the sum of some values, and how many they are."""
+    """By name: the sum of some values, and how many they are. Names beyond the first 200 are left out: each would be a
+    metric of the run, and an id or a seed in a name makes them without end.
+    """
+
+    def __init__(self, given: Mapping[str, tuple[float, int]] | None = None) -> None:
+        super().__init__(given or {})
+        self.names, self.left_out = set[str](), list[str]()  # that were ever added; a line for the log, once
 
     def add(self, more: Mapping[str, tuple[float, int]]) -> None:
         for name, (total, count) in more.items():
+            if name not in self.names and len(self.names) >= _NAMES:
+                if len(self.names) == _NAMES:
+                    self.names.add("")  # said
+                    self.left_out = [f"info has more than {_NAMES} numbers; {name[:100]!r} and others are no metrics"]
+                continue
+            self.names.add(name)
             before = self.get(name, (0.0, 0))
             self[name] = before[0] + total, before[1] + count
 
     def take(self) -> Means:
         """What was added since the last call."""
         taken = Means(self)
+        taken.left_out, self.left_out = self.left_out, []
         self.clear()
         return taken
 
@@ -100,4 +114,5 @@ class Reports:
         with self._lock:
             reasons = list(self._reasons)
             self._reasons.clear()
-            return EnvNews(reasons, self._info.take())
+            info = self._info.take()
+            return EnvNews([*reasons, *info.left_out], info)

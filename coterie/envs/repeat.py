@@ -55,7 +55,8 @@ class Repeat(Backend):
             for name, values in part.info.items():
                 info.setdefault(name, np.full(len(ids), np.nan))[at] = values[kept]
             first[run] |= part.first & kept
-        batch.reward[first] = 0  # of an agent that came in between, and has chosen no action
+        for x in (batch.reward, batch.game_over):
+            x[first] = 0  # of an agent that came in between, and has chosen no action
         self._done[ids] = batch.terminated | batch.truncated
         return batch._replace(failed=failed, info=info, first=first)
 

@@ -73,7 +73,8 @@ class Servers:
         """
         with self._lock:
             lines = [queue.popleft() for queue in (self._refused, self._clients) for _ in range(len(queue))]
-            return EnvNews(lines, self._info.take())
+            info = self._info.take()
+            return EnvNews([*lines, *info.left_out], info)
 
     def close(self, over: bool) -> None:
         """`over`: the run has ended for good; otherwise clients may reconnect."""
@@ -153,6 +154,7 @@ class Inference(Protocol):
     """Central acting, as its service uses it."""
 
     unroll_length: int
+    patience: float  # as `ServiceStream` has it
 
     # `life`: of a host of the run; -1: it is another client's. `shared`: observations that are not in the frames
     def open_stream(
@@ -195,5 +197,6 @@ class EnvHostService:
             shared = {name: x[number, mine] for name, x in local.items()}
         stream = self.central.open_stream(number, hello.group, first, hello.envs, life, shared)
         stream.welcome = {**welcome, "first_env_id": first}
+        stream.patience = self.central.patience if local is None else 0.0  # its launch kills a local one that hangs
         stream.about = f"{counted(hello.envs, 'env')} of a host" if local is None else ""
         return stream

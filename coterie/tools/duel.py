@@ -96,7 +96,8 @@ class Duel(gymnasium.Env[Any, Any]):
         """Play them; returns our reward. The opponent samples its actions, as the learner does."""
         reward = 0.0
         while not self._over and self.game.agent_selection == self.other:
-            self.game.step(only(self.action_space, self._opponents_action()))
+            left = self.game.terminations[self.other] or self.game.truncations[self.other]
+            self.game.step(None if left else only(self.action_space, self._opponents_action()))
             reward += self.game.rewards[self.me]
         return reward
 
@@ -104,7 +105,7 @@ class Duel(gymnasium.Env[Any, Any]):
         """A batch of one."""
         obs, legal = self.game.observe(self.other), None
         given = obs if isinstance(obs, dict) and MASK in obs else self.game.infos[self.other]
-        if MASK in given:
+        if self.actions.spec.sizes and MASK in given:
             legal = mask_row(given[MASK], self.action_space, sum(self.actions.spec.sizes))[None]
         if self.policy is not None:
             return self.policy(_batched(obs), action_mask=legal, reward=np.zeros(1), sampled=True)
@@ -113,3 +114,6 @@ class Duel(gymnasium.Env[Any, Any]):
 
     def render(self) -> Any:
         return self.game.render()
+
+    def close(self) -> None:
+        self.game.close()

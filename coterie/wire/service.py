@@ -16,6 +16,7 @@ from urllib.parse import unquote
 import grpc
 from google.protobuf.message import DecodeError
 
+from coterie.parallel.clock import awake
 from coterie.types import Array
 from coterie.wire.codec import INFO_BYTES, PROTOCOL, Frame, Layout, Refused, unpack_info
 from coterie.wire.tokens import NONCE_BYTES, proof
@@ -47,6 +48,7 @@ class ServiceStream(ABC):
     writes: Layout = Layout(())  # of the answers
     alive: bool = True  # False once another stream of the client has replaced this one
     about: str = ""  # what joins the run with it, for the log
+    patience: float = 0.0  # seconds for the client to send its next frame; 0: no limit
 
     def __init__(self, welcome: Mapping[str, Any]) -> None:
         self.welcome = welcome  # fields of the Welcome, except `sends` and `credits`
@@ -73,7 +75,7 @@ class ServerStream:
         self.server, self.context = server, context
         self.peer = unquote(context.peer())
         self.stream: ServiceStream | None = None
-        self.number, self.joined = 0, False
+        self.number, self.joined, self.reading = 0, False, False
         self._writing = asyncio.Lock()
 
     async def handshake(self, token: str, seconds: float) -> Any:
@@ -119,6 +121,27 @@ class ServerStream:
         await self._write(Frame(welcome={**stream.welcome, "credits": 1, "sends": stream.writes.message()}))
         self.joined = bool(stream.about)
         self.tell("has joined")
+        if not stream.patience:
+            return await self._serve(stream, most)
+        serving = asyncio.ensure_future(self._serve(stream, most))
+        try:
+            await self._until_silent(serving, stream.patience)
+        finally:
+            serving.cancel()
+            await asyncio.wait({serving})
+
+    async def _until_silent(self, serving: asyncio.Future[None], patience: float) -> None:
+        """Until `serving` has ended, or the client has sent nothing for `patience` seconds and was not kept waiting."""
+        seen, since = -1, awake()
+        while not (await asyncio.wait({serving}, timeout=min(1.0, patience / 4)))[0]:
+            if self.number != seen or not self.reading:
+                seen, since = self.number, awake()
+            elif awake() - since > patience:
+                return self.tell(f"is closed: it has sent nothing for {patience:.0f} s, while others wait for it")
+        serving.result()
+
+    async def _serve(self, stream: ServiceStream, most: int) -> None:
+        """Take frames of up to `most` bytes, besides info, and answer them, until the client ends the stream."""
         loop = asyncio.get_running_loop()
         while (frame := await self._read(most + INFO_BYTES)) is not None:
             if frame.WhichOneof("kind") != "data":
@@ -152,7 +175,9 @@ class ServerStream:
 
     async def _read(self, most: int) -> Any:
         """The next frame, of `most` bytes, or None at the end of the stream."""
+        self.reading = True
         data = await self.context.read()
+        self.reading = False
         if data is grpc.aio.EOF:
             return None
         self.server.bytes_in += len(data)

@@ -60,6 +60,11 @@ def test_remote_hosts_leave_room_for_the_runs_own(rig):
     assert one.central.envs == 6
 
 
+def test_a_remote_host_that_hangs_may_not_hold_the_others_up_until_the_learner_gives_up(rig):
+    assert rig(timeout=90.0, window=8).central.patience == 30
+    assert rig(timeout=90.0).central.patience == 0, "nothing waits for it"
+
+
 def test_clients_that_fill_rollouts_and_leave_do_not_pile_them_up(rig):
     """No learner takes them: the rollouts of streams that have ended wait, and at some point no other is begun."""
     one = rig(batch_size=4)  # max_envs is larger: what counts is who is there

@@ -13,8 +13,12 @@ import numpy as np
 import psutil
 import pytest
 
+from coterie import config
+from coterie.envs.local import LocalBackend
+from coterie.envs.workers import worker_declared
 from coterie.types import CoterieError
 from tests.envs.env_harness import COUNTING, FLAKY, Player, make, pattern, play, worker_pids
+from tests.support.flaky import FlakyEnv
 from tests.support.process_table import gone
 from tests.support.waiting import wait_until
 
@@ -131,6 +135,13 @@ def test_an_exception_of_the_constructor_has_its_traceback():
     with pytest.raises(CoterieError, match=r"RuntimeError: this env cannot be made \(.*flaky\.py, line") as caught:
         make(FLAKY, 1, kwargs={"how": "construct"})
     assert "in __init__\n" in caught.value.trace
+
+
+def test_an_env_whose_close_raises_can_be_used(monkeypatch):
+    monkeypatch.setattr(FlakyEnv, "close", lambda self: 1 / 0)
+    env = config.Env(id=FLAKY, kwargs='{"how": "raise", "at": 77}')
+    assert worker_declared(env).spec.agents == 1
+    LocalBackend(env, [1]).close()
 
 
 def test_an_env_that_exits_is_a_bug_like_another_exception():

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from coterie.envs.gym import numbers
+from coterie.envs.news import Means
 from tests.envs.env_harness import make, play
 
 TELLING = "tests.support.telling:TellingEnv"
@@ -87,3 +88,24 @@ def test_numbers_in_the_info_of_a_vector_env_count_too(mode):
         with make("tests.support.vectors:telling", 4, backend="vector", kwargs={"mode": mode}, info=which) as envs:
             play(envs, 12)  # episodes of 5 steps, a restart, 5 steps, and another restart
             assert envs.news().info == {"step": wanted, "success": (success, 8)}
+
+
+def test_only_bools_for_each_env_say_which_envs_have_a_number():
+    info = {"x": 1.0, "_x": 0, "y": 2.0, "_y": np.bool_(False), "deep": {"z": 3.0}, "_deep": {"z": 0}}
+    assert {name: x.item() for name, x in numbers(info, 1).items()} == {"x": 1, "y": 2, "deep/z": 3}
+    many = numbers({"x": 1.0, "_x": np.array([False, True]), "y": 2.0, "_y": np.array([0, 1])}, 2)
+    assert np.isnan(many["x"][0])
+    assert many["x"][1] == 1
+    assert many["y"].tolist() == [2, 2]
+
+
+def test_names_without_end_are_not_metrics_without_end():
+    """Such as those of a host that has ids in its info's names."""
+    means, names = Means(), [f"id{k}" for k in range(1000)]
+    for name in names:
+        means.add({name: (1.0, 1), "same": (2.0, 1)})
+    taken = means.take()
+    assert taken == {"same": (2000.0, 1000), **dict.fromkeys(names[:199], (1.0, 1))}
+    assert taken.left_out == ["info has more than 200 numbers; 'id199' and others are no metrics"]
+    means.add({"id1000": (1.0, 1), "id7": (3.0, 1)})
+    assert (means.take(), means.take().left_out) == ({"id7": (3.0, 1)}, [])

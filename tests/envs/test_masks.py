@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 
 import coterie
 from coterie.algorithms.q_base import greedy
+from coterie.envs.gym import describe, layout, make_instance
 from coterie.envs.make import make_envs, make_spec
 from coterie.envs.spaces import random_actions
+from coterie.envs.team import Team
 from coterie.models.build import Network
 from coterie.ops.dist import ILLEGAL
 from coterie.remote.rollout_service import check_rollout
-from coterie.types import ConfigError, CoterieError, Inputs
+from coterie.types import MASK, ConfigError, CoterieError, Inputs
 from coterie.wire.codec import Refused, check_values
 from tests.conftest import make_config
 from tests.support.cells import ON_POLICY
+from tests.support.crowd import Crowd
 from tests.support.services import recorded
 
 MASKED = "tests.support.masked:Masked"
@@ -76,6 +81,37 @@ def test_what_is_no_mask_is_one_line(where: str, kind: str, changes: dict[str, A
     with pytest.raises(CoterieError, match=says) as caught:
         step()
     assert not caught.value.trace
+
+
+VECTOR = spaces.Box(-np.inf, np.inf, (3,), np.float32)
+
+
+class Named(Crowd):
+    """Continuous actions, and a vector that is named like an action mask."""
+
+    def observation_space(self, agent: str) -> spaces.Space[Any]:
+        return spaces.Dict({"seen": VECTOR, MASK: VECTOR})
+
+    def action_space(self, agent: str) -> spaces.Space[Any]:
+        return spaces.Box(-1, 1, (1,), np.float32)
+
+    def step(self, actions: dict[str, Any]) -> tuple[Any, ...]:
+        return super().step(dict.fromkeys(actions, 0))
+
+    def _see(self, agents: Sequence[str]) -> dict[str, Any]:
+        return {a: {"seen": x, MASK: x} for a, x in super()._see(agents).items()}
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_the_last_observation_of_continuous_actions_is_kept_whatever_its_name(bare: bool) -> None:
+    env = Team("named", Named(lives=[(0, 1), (0, 2)], bare=bare), 0)
+    declared = describe("named", env, 0)
+    arrays = {name: np.zeros(*of) for name, of in layout(declared, 2).items()}
+    instance = make_instance("named", env, 1, range(2), arrays, declared.mask)
+    instance.reset()
+    for _ in range(2):
+        instance.step()
+        np.testing.assert_array_equal(arrays[f"obs/{MASK}"], arrays["obs/seen"])
 
 
 VALUE = {"q.learn_start": 90, "q.batch_size": 8, "q.intensity": 1.0, "q.target_every": 40, "replay.capacity": 2000}

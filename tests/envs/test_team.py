@@ -75,6 +75,14 @@ def test_an_action_is_repeated_for_those_that_are_there(repeat: int) -> None:
     check_returns(seen)
 
 
+def test_an_agent_that_comes_and_leaves_within_a_repetition_has_no_episode() -> None:
+    with make(CROWD, 2, action_repeat=3, kwargs={"lives": [[0, 5], [1, 2]]}) as envs:
+        seen = play(envs, 6)
+    assert [pattern(seen, i) for i in range(2)] == ["F.DF.DF", "FFFFFFF"]
+    assert np.isnan(seen.episode_return[:, 1]).all()
+    check_returns(seen)
+
+
 def test_random_steps_before_the_run_are_those_of_whole_envs() -> None:
     with make(CROWD, 12, decorrelate=9) as envs:
         seen = play(envs, 30)

@@ -88,6 +88,16 @@ def test_a_hello_that_does_not_fit_the_run_is_refused(services: Any, method: str
     assert services.server.refused == {"unix": 1}
 
 
+def test_a_host_that_hangs_is_closed_where_others_wait_for_it(tmp_path: Path):
+    with closing(InferenceServices(f"unix:{tmp_path}/s")) as services:
+        services.central.patience = 0.3
+        with channel_to(services.server.address) as channel:
+            client = services.raw(channel, services.hello(envs=3), method=INFER)
+            assert client.next().WhichOneof("kind") == "welcome"
+            wait_until(lambda: len(services.lines) == 3)
+        assert "is closed: it has sent nothing for 0 s, while others wait for it: 3 envs of a host" in services.lines[1]
+
+
 def test_settings_are_json_where_an_action_has_no_bounds():
     spec = Spec("CartPole-v1", VECTOR.obs, ActionSpec("continuous", low=(-math.inf, -2.0), high=(math.inf, 2.0)))
     text = json.dumps(settings_of(resolve_config(make_config()), spec, 20), allow_nan=False)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium import spaces
 
 import coterie
 from coterie import presets
@@ -26,7 +27,7 @@ from coterie.tools.duel import Duel
 from coterie.tools.selfplay import SelfPlay
 from coterie.types import MASK, ConfigError
 from tests.support.commands import run_example
-from tests.support.crowd import DUOS
+from tests.support.crowd import DUOS, Crowd
 
 
 def test_a_full_disk_does_not_end_self_play(tmp_path, monkeypatch):
@@ -79,6 +80,38 @@ def test_both_sides_of_a_game_without_turns_act_at_once() -> None:
     theirs = [int(obs) for obs, *_ in steps[:-1]]  # rock, paper, scissors
     assert {*theirs} == {0, 1, 2}
     assert [reward for _, reward, *_ in steps[:-1]] == [(0, -1, 1)[move] for move in theirs]
+
+
+@pytest.mark.parametrize(
+    ("ends", "seen"),
+    [((5, 2), {"agent_0": (5, 160), "agent_1": (2, 24)}), ((2, 5), {"agent_0": (2, 16), "agent_1": (5, 180)})],
+)
+def test_a_side_plays_on_when_the_other_has_left(ends: tuple[int, int], seen: Any) -> None:
+    """Agent 0 terminates, agent 1 is truncated."""
+    env, found = Duel("tests.support.crowd:Crowd", lives=[(0, end) for end in ends]), dict[str, Any]()
+    env.reset(seed=1)
+    for _ in range(8):
+        steps = 1
+        while not any(env.step(0)[2:4]):
+            steps += 1
+        found[env.me] = steps, env.total
+        env.reset()
+    assert found == seen
+
+
+def test_an_observation_named_action_mask_is_no_mask_of_continuous_actions(monkeypatch: Any) -> None:
+    box = DUOS["Box"][1]
+    monkeypatch.setitem(DUOS, "named", (spaces.Dict({MASK: box, "x": box}), box, None))
+    env = Duel("tests.support.crowd:Duo", kind="named")
+    env.reset(seed=1)
+    assert not env.step(np.zeros(2))[2]
+
+
+def test_closing_one_side_closes_the_game(monkeypatch: Any) -> None:
+    closed = list[Any]()
+    monkeypatch.setattr(Crowd, "close", lambda self: closed.append(self))
+    Duel("tests.support.crowd:Crowd", lives=[(0, 5)] * 2).close()
+    assert len(closed) == 1
 
 
 @pytest.mark.parametrize(
