@@ -269,7 +269,7 @@ class RendezvousClient:
                 self._wake.wait(timing.look if waits else timing.heartbeat / 2)
                 self._wake.clear()
             store.set(f"beat/{self.uid}", LEFT)
-        except (RuntimeError, OSError) as error:
+        except Exception as error:
             self.error = first_line(error)
 
     def exchange(self, store: SignedStore) -> None:

@@ -31,6 +31,7 @@ MAGIC = b"coterie flight 2\n"
 EVERY_S = 1.0  # between two blocks
 _HEAD = struct.Struct("<II")
 _MOST_LINES = 200_000  # that wait for the disk
+_MOST_BYTES = 1 << 28  # of the lines of a block
 _line = json.JSONEncoder(separators=(",", ":")).encode  # `dumps` with separators makes an encoder at each call
 
 
@@ -128,10 +129,11 @@ def read_life(path: Path) -> Life:
         body = data[at + _HEAD.size : at + _HEAD.size + size]
         if len(body) < size:  # its process was killed meanwhile
             break
-        if zlib.crc32(body) != crc:
+        try:
+            lines += _block(body, crc)
+        except (zlib.error, ValueError):
             damaged = True
             break
-        lines += map(json.loads, zlib.decompress(body).decode().split("\n"))
         at += _HEAD.size + size
     start, more = _read_tail(path)
     damaged |= start > at
@@ -143,6 +145,15 @@ def read_life(path: Path) -> Life:
         raise ConfigError(f"{path} ends before its header")
     damage = f"the record is damaged from byte {at:,} of {len(data):,} on" if damaged else ""
     return Life(path, lines[0], lines[1:], damage)
+
+
+def _block(body: bytes, crc: int) -> list[Any]:
+    """The lines of a block. Raises `zlib.error` or `ValueError` if it is damaged."""
+    unpacked = zlib.decompressobj()
+    text = unpacked.decompress(body, _MOST_BYTES)
+    if zlib.crc32(body) != crc or not unpacked.eof:
+        raise ValueError
+    return [json.loads(line) for line in text.decode().split("\n")]
 
 
 def _read_tail(path: Path) -> tuple[int, list[bytes]]:

@@ -9,7 +9,7 @@ from coterie.build.validity import check
 from coterie.config import ResolvedConfig
 from coterie.replay.storage import require_room
 from coterie.types import Spec
-from coterie.wire.auth import check_free, offset
+from coterie.wire.auth import check_free, check_pair, offset
 
 
 def beyond_its_steps(config: ResolvedConfig) -> str:
@@ -28,6 +28,8 @@ def check_run(config: ResolvedConfig, spec: Spec) -> None:
     check(config, spec)
     for rank in range(config.learners if config.wire.bind else 0):
         check_free(offset(config.wire.bind, rank), "wire.bind")
+    if config.wire.cert and config.wire.key:
+        check_pair(config.wire.cert, config.wire.key)
     resolve_resources(config, spec)
     algorithm_class(config).check_data(config, spec)
     unroll = algorithm_class(config).unroll_length(config)

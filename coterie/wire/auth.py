@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import secrets
 import socket
+import ssl
 from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
@@ -40,10 +42,11 @@ def without_keys(field: str) -> Refusal:
 
 def split(address: str) -> tuple[str, int]:
     """Host and port of HOST:PORT, with an IPv6 host in brackets."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f"address: {address!r} is not HOST:PORT")
-    return host.strip("[]"), int(port)
+    host, _, port = address.rpartition(":")
+    with suppress(UnicodeError):  # a part of the name is empty or too long
+        if host.encode("idna") and port.isdecimal() and 0 < int(port) < 65536:
+            return host.strip("[]"), int(port)
+    raise ConfigError(f"address: {address!r} is not HOST:PORT")
 
 
 def offset(address: str, by: int) -> str:
@@ -58,15 +61,27 @@ def offset(address: str, by: int) -> str:
 
 def check_free(address: str, field: str) -> None:
     """Raise a `ConfigError` about an option if nothing can listen at its address."""
-    if address.startswith("unix:"):
-        return
-    with suppress(socket.gaierror):  # the server says so
-        family, *_, place = socket.getaddrinfo(*split(address), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        try:
-            socket.create_server(place[:2], family=family).close()
-        except OSError as error:
-            reason = os.strerror(error.errno or 0)
-            raise ConfigError(f"{field}: cannot listen at {address}: {reason}") from None
+    try:
+        if address.startswith("unix:"):
+            _check_socket(Path(address.removeprefix("unix:")))
+        else:
+            found = socket.getaddrinfo(*split(address), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            socket.create_server(found[4][:2], family=found[0]).close()
+    except OSError as error:
+        reason = reason_of(error).partition(" (while ")[0]  # `create_server` adds the address
+        raise ConfigError(f"{field}: cannot listen at {address}: {reason}") from None
+
+
+def _check_socket(path: Path) -> None:
+    """Raise an `OSError` if gRPC cannot make a socket here, or would replace that of a running server."""
+    if not os.access(f"{path.parent}/", os.W_OK):
+        raise OSError(f"{path.parent} is not a writable folder")
+    if os.path.lexists(path) and not path.is_socket():
+        raise OSError("the file there is not a socket")
+    with socket.socket(socket.AF_UNIX) as client:
+        client.setblocking(False)
+        if client.connect_ex(str(path)) not in (errno.ENOENT, errno.ECONNREFUSED):  # refused: its server is gone
+            raise OSError(os.strerror(errno.EADDRINUSE))
 
 
 def join(host: str, port: int) -> str:
@@ -115,4 +130,21 @@ def read_pem(path: str, what: str) -> bytes:
         raise ConfigError(f"{what}: cannot read {path}: {reason_of(error)}") from None
     if what == "wire.key":
         _check_private(path, what)
+        return data
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=data.decode("ascii", "ignore"))
+    except (ssl.SSLError, ValueError):
+        raise ConfigError(f"{what}: {path} holds no certificate") from None
     return data
+
+
+def check_pair(cert: str, key: str) -> None:
+    """Raise a `ConfigError` if the certificate has another key, or one of the two files holds none."""
+    for path, what in ((cert, "wire.cert"), (key, "wire.key")):
+        read_pem(path, what)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_ciphers("ALL:@SECLEVEL=0")  # gRPC takes short keys
+    try:
+        context.load_cert_chain(cert, key, "")  # without a password it would ask for one
+    except ssl.SSLError:
+        raise ConfigError(f"wire.key: {key} does not hold the key of {cert}") from None

@@ -84,7 +84,7 @@ class Stream:
         self.sends, self.silence, self._check = sends, silence, check
         self.number = self.bytes_out = self.bytes_in = 0
         self._out = queue.SimpleQueue[Any]()
-        self._last_frame, self._waiting = awake(), True
+        self._last_frame, self._waiting, self._silent = awake(), True, False
         self._closed = threading.Event()
         stub: Any = channel.stream_stream(f"/{SERVICE}/{method}")  # of bytes, which are counted
         token = token and scoped(token, SCOPES[method])
@@ -168,7 +168,7 @@ class Stream:
     def _reason(self, error: Any) -> CoterieError:
         status, details = error.code(), error.details()
         if self._closed.is_set():
-            return ConnectionLost(f"no frame for {self.silence:g} s")
+            return ConnectionLost(f"no frame for {self.silence:g} s" if self._silent else "the stream was closed here")
         if status in _TRANSIENT:
             return ConnectionLost(f"{status.name.lower()}: {details}")
         if status == grpc.StatusCode.UNIMPLEMENTED:
@@ -179,10 +179,10 @@ class Stream:
         """End a wait from outside: gRPC's has no time-out between two frames."""
         while not self._closed.wait(min(1.0, self.silence / 4)):
             if self._waiting:
-                late = awake() - self._last_frame > self.silence
+                self._silent = awake() - self._last_frame > self.silence
                 with suppress(Exception):  # the waiting thread calls `check` itself, and raises it
                     self._check()
-                    if not late:
+                    if not self._silent:
                         continue
                 self.close()
 

@@ -28,7 +28,7 @@ from grpc import StatusCode
 
 from coterie.parallel.processes import descriptors
 from coterie.types import ConfigError, CoterieError
-from coterie.wire.auth import is_local, read_pem, split
+from coterie.wire.auth import check_free, is_local, read_pem, split
 from coterie.wire.codec import Refused
 from coterie.wire.service import Limits, NoToken, ServerStream, Service, client_name, peer_of
 from coterie.wire.tokens import SCOPES, own_token, scoped
@@ -157,12 +157,16 @@ class Server:
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
         before = os.umask(0o077)  # a unix socket is for this user alone
         try:
+            check_free(self.address, self.field)  # gRPC replaces any unix socket
             if self.credentials is None:
                 self._server.add_insecure_port(self.address)
             else:
                 self._server.add_secure_port(self.address, self.credentials)
+        except ConfigError as error:  # perhaps for a moment only: a learner is restarted
+            raise CoterieError(str(error)) from None
         except RuntimeError:
-            raise CoterieError(f"{self.field}: cannot listen at {self.address}: is the address in use?") from None
+            asked = "is the address in use?" if self.credentials is None else "is wire.key the key of wire.cert?"
+            raise CoterieError(f"{self.field}: cannot listen at {self.address}: {asked}") from None
         finally:
             os.umask(before)
         await self._server.start()

@@ -12,7 +12,7 @@ from torch.distributed import TCPStore
 
 from coterie.exchange.lineage import Request, source_of
 from coterie.exchange.rendezvous import Machine as Settings
-from coterie.exchange.rendezvous import RendezvousHost
+from coterie.exchange.rendezvous import RendezvousClient, RendezvousHost
 from coterie.exchange.signed_store import SignedStore
 from coterie.types import CoterieError
 from tests.exchange.elastic_harness import PATIENCE_S, TIMING, TOKEN, rest, store_of, train
@@ -126,6 +126,11 @@ def test_a_machine_without_a_listening_one_gives_up(machine):
     wait_until(lambda: lonely.error is not None, what="it gives up")
     assert "allreduce: no group with the machine at 127.0.0.1:" in str(lonely.error)
     assert isinstance(lonely.error, CoterieError)
+
+
+def test_an_address_that_is_no_name_ends_the_wait_for_the_store():
+    client = RendezvousClient(Settings(("a..b", 1), 0, "it", 1, PATIENCE_S, TIMING), "x")
+    wait_until(lambda: "label" in client.silent, 3, "the error")
 
 
 def test_a_machine_that_is_lost_while_a_group_forms_leaves_the_others_with_equal_weights(machine):

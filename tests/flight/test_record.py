@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import zlib
 
 import pytest
 
@@ -78,6 +79,33 @@ def test_a_damaged_block_ends_the_record_before_it(tmp_path, monkeypatch):
     path.write_bytes(whole[:-3] + b"xyz")
     assert read_life(path).events == [["a", k] for k in range(5)]
     assert read_life(path).damage == f"the record is damaged from byte {last:,} of {len(whole):,} on"
+
+
+def block(body):
+    return record._HEAD.pack(len(body), zlib.crc32(body)) + body
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        bytes(4096),
+        block(b"????"),
+        block(zlib.compress(b"\xff")),
+        block(zlib.compress(b"1\n?")),
+        block(zlib.compress(b"1" * 999)),
+    ],
+    ids=["zeros", "zlib", "utf-8", "json", "size"],
+)
+def test_a_block_that_no_writer_made_is_damage(tmp_path, monkeypatch, more):
+    """Zeros: a file system may leave them when the machine loses power."""
+    path = write(tmp_path, [["a", 0]])
+    size = path.stat().st_size
+    with path.open("ab") as file:
+        file.write(more)
+    monkeypatch.setattr(record, "_MOST_BYTES", 500)
+    life = read_life(path)
+    assert life.events == [["a", 0], ["end", ""]]
+    assert life.damage == f"the record is damaged from byte {size:,} of {size + len(more):,} on"
 
 
 def test_the_tail_of_an_older_block_does_not_count(tmp_path):

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket
 from pathlib import Path
 
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
-from coterie.types import ConfigError
-from coterie.wire.auth import is_local, offset, read_token, split
+import coterie
+from coterie import presets
+from coterie.types import ConfigError, CoterieError
+from coterie.wire.auth import check_free, check_pair, is_local, offset, read_token, split
 from coterie.wire.keys import make_keys
 from coterie.wire.server import Server, server_credentials
+from tests.support.net import free_port
 from tests.support.wire import TOKEN, EchoService
 
 
@@ -34,7 +39,21 @@ def test_loopback_and_unix_sockets_are_local(address: str, local: bool):
 
 
 @pytest.mark.parametrize(
-    "address", ["", ":", "host", "host:", ":5000", "host:port", "host:0", "host:65536", "host:-1", "host:²", "host:5 "]
+    "address",
+    [
+        "",
+        ":",
+        "host",
+        "host:",
+        ":5000",
+        "host:port",
+        "host:0",
+        "host:65536",
+        "host:-1",
+        "host:²",
+        "host:5 ",
+        "a..b:5000",
+    ],
 )
 def test_an_address_is_host_and_port(address: str):
     for reads in (split, is_local, lambda x: offset(x, 1)):
@@ -50,6 +69,30 @@ def test_learner_k_listens_k_ports_further():
     assert offset("[::1]:5000", 2) == "[::1]:5002"
     assert offset("unix:/tmp/x", 0) == "unix:/tmp/x"
     assert offset("unix:/tmp/x", 2) == "unix:/tmp/x.2"
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("x" * 120, "AF_UNIX path too long"),
+        ("none/s", r".*/none is not a writable folder"),
+        ("file/s", r".*/file is not a writable folder"),
+        ("file", "the file there is not a socket"),
+    ],
+)
+def test_a_socket_that_cannot_be_made_is_refused_with_the_reason(tmp_path: Path, path: str, why: str):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=rf"^wire\.bind: cannot listen at unix:{tmp_path}/{path}: {why}$"):
+        check_free(f"unix:{tmp_path}/{path}", "wire.bind")
+
+
+def test_an_unknown_host_is_refused(monkeypatch: pytest.MonkeyPatch):
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(ConfigError, match=r"^wire\.bind: cannot listen at nohost:5000: Name or service not known$"):
+        check_free("nohost:5000", "wire.bind")
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o400])
@@ -105,6 +148,46 @@ def test_a_private_key_that_others_may_read_is_refused(tmp_path: Path):
     os.chmod(key, 0o640)
     with pytest.raises(ConfigError, match=f"^wire.key: others may read {key}; use chmod 600$"):
         server_credentials(cert, key)
+
+
+def test_a_certificate_needs_its_key(tmp_path: Path):
+    cert, key, other = "a/cert.pem", "a/key.pem", "b/key.pem"
+    for folder in "ab":
+        make_keys(str(tmp_path / folder), [])
+    (tmp_path / "empty").touch(0o600)
+
+    def check(cert: str, key: str) -> None:
+        check_pair(str(tmp_path / cert), str(tmp_path / key))
+
+    check(cert, key)
+    for wrong in (other, cert, "empty"):
+        with pytest.raises(
+            ConfigError, match=f"^wire.key: {tmp_path}/{wrong} does not hold the key of {tmp_path}/{cert}$"
+        ):
+            check(cert, wrong)
+    for wrong in (key, "empty"):
+        with pytest.raises(ConfigError, match=f"^wire.cert: {tmp_path}/{wrong} holds no certificate$"):
+            check(wrong, key)
+
+
+def test_a_short_key_is_accepted_as_by_grpc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ec, "generate_private_key", lambda curve: rsa.generate_private_key(65537, 1024))
+    _, cert, key, *_ = map(str, make_keys(str(tmp_path), []))
+    check_pair(cert, key)
+
+
+def test_a_key_of_another_certificate_is_refused_before_the_run_has_a_folder(tmp_path: Path):
+    access = {"wire.bind": f"unix:{tmp_path}/s"}
+    for folder, name in (("a", "cert"), ("b", "key")):
+        make_keys(str(tmp_path / folder), [])
+        access[f"wire.{name}"] = str(tmp_path / folder / f"{name}.pem")
+    config = presets.impala("CartPole-v1", steps=500, out=str(tmp_path / "run"), **access)
+    with pytest.raises(ConfigError, match=r"^wire\.key: .* does not hold the key of"):
+        coterie.train(config, quiet=True)
+    assert not (tmp_path / "run").exists()
+    credentials = server_credentials(access["wire.cert"], access["wire.key"])
+    with pytest.raises(CoterieError, match=r"is wire\.key the key of wire\.cert\?$"):
+        Server(f"127.0.0.1:{free_port()}", {}, token=TOKEN, credentials=credentials)
 
 
 @pytest.mark.parametrize("there", ["token", "cert.pem", "key.pem", "actor.token"])

@@ -110,6 +110,17 @@ def test_a_silent_server_is_given_up(serve: Serve):
         stream.close()
 
 
+def test_a_stream_that_is_closed_during_a_wait_says_so(serve: Serve):
+    served = serve()
+    served.service.late = True
+    with channel_to(served.address) as channel:
+        stream = connect(channel)
+        stream.send(arrays())
+        threading.Timer(0.1, stream.close).start()
+        with pytest.raises(ConnectionLost, match=r"^the stream was closed here$"):
+            stream.receive()
+
+
 @pytest.mark.slow
 def test_a_connection_that_nothing_comes_through_is_given_up_at_both_ends(serve: Serve):
     """The proxy accepts bytes and drops them."""
@@ -217,6 +228,9 @@ def test_another_machine_needs_a_certificate(address: str, tmp_path: Path):
         open_channel(address)
     with pytest.raises(ConfigError, match=r"wire\.cert: cannot read"):
         open_channel(address, str(tmp_path / "none"))
+    (tmp_path / "cert.pem").write_text("?")
+    with pytest.raises(ConfigError, match=rf"^wire\.cert: {tmp_path}/cert.pem holds no certificate$"):
+        open_channel(address, str(tmp_path / "cert.pem"))
 
 
 def test_a_server_that_ends_open_streams_logs_nothing(serve: Serve):

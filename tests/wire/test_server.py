@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 
 import pytest
 from grpc import StatusCode
 
+from coterie.wire.client import ConnectionLost, Stream
 from coterie.wire.codec import Frame, Layout, Tensor
 from coterie.wire.service import Limits
 from tests.support.waiting import wait_until
-from tests.support.wire import LAYOUT, Context, Ended, Raw, arrays, channel_to, data_frame, hello_frame, works
+from tests.support.wire import (
+    LAYOUT,
+    WAIT_S,
+    Context,
+    EchoStream,
+    Ended,
+    Raw,
+    arrays,
+    channel_to,
+    data_frame,
+    hello_frame,
+    works,
+)
 from tests.wire.conftest import Serve, Served
 
 MOST = 1 << 16
@@ -125,4 +139,24 @@ def test_a_stream_that_ends_at_once_is_not_counted_as_refused(serve: Serve):
     served = serve()
     assert raw_end(served)[0] == StatusCode.OK
     assert raw_end(served, hello_frame())[0] == StatusCode.OK
+    assert not served.server.refused
+
+
+def test_a_client_that_falls_silent_is_closed_where_others_wait_for_it(serve: Serve, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(EchoStream, "patience", 0.4)
+    monkeypatch.setattr(EchoStream, "about", "4 envs")
+    served = serve()
+    with channel_to(served.address) as channel:
+        stream = Stream(channel, "Infer", {"envs": 1}, LAYOUT, silence=WAIT_S, token="")
+        served.service.late = True
+        stream.send(arrays())
+        time.sleep(0.8)  # it is the client that waits
+        sent, answer = served.service.asked.get(timeout=WAIT_S)
+        answer(sent, 0)
+        assert stream.receive()[0]["x"][0] == 0
+        with pytest.raises(ConnectionLost):
+            stream.receive()
+        stream.close()
+    closed = "a local client is closed: it has sent nothing for 0 s, while others wait for it: 4 envs"
+    assert served.lines == ["a local client has joined: 4 envs", closed, "a local client has left: 4 envs"]
     assert not served.server.refused

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from grpc import StatusCode
 
-from coterie.types import CoterieError
+from coterie.types import ConfigError, CoterieError
 from coterie.wire.client import ConnectionLost, RunEnded, Stream
 from coterie.wire.codec import Layout, Tensor
 from coterie.wire.keys import make_keys
@@ -112,9 +112,19 @@ def test_an_address_in_use_is_refused(serve: Serve):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(CoterieError, match=r"^wire\.bind: cannot listen at .*: is the address in use\?$"):
+        with pytest.raises(CoterieError, match=r"^wire\.bind: cannot listen at .*: Address already in use$"):
             Server(address, {})
     assert works(serve(address).address)
+
+
+def test_a_socket_is_taken_over_only_from_a_server_that_is_gone(serve: Serve, address: str):
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(address.removeprefix("unix:"))
+    assert works(serve(address).address)
+    with pytest.raises(CoterieError, match=r"^wire\.bind: cannot listen at .*: Address already in use$") as caught:
+        Server(address, {})
+    assert not isinstance(caught.value, ConfigError), "a learner that is restarted tries again"
+    assert works(address)
 
 
 def test_a_client_that_says_hello_while_the_run_ends_receives_the_end(serve: Serve):
