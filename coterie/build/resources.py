@@ -49,13 +49,17 @@ class Resources:
         return Compute(self.dtype, self.chunk, record=self.record, device=self.device)
 
 
+def check_device(config: Config) -> None:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: cuda is not available here; use cpu or auto")
+
+
 def resolve_resources(config: Config, spec: Spec, gpu: int = 0, cores: int = 0) -> Resources:
     """Choose device, precision, threads and groups where they are `auto` or 0, by rules that depend on the machine and
     the env, and never on timing, but for the precision of images on a CPU. `cores`: of a hypothetical machine (here
     and below); 0: those that this process may use.
     """
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: cuda is not available here; use cpu or auto")
+    check_device(config)
     cuda = config.device == "cuda" or (
         config.device == "auto" and torch.cuda.is_available() and exchange_kind(config).on_gpu
     )

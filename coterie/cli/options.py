@@ -16,7 +16,7 @@ from coterie import config as config_module
 from coterie.cli.arguments import Parser
 from coterie.config import Config
 from coterie.extras import needs
-from coterie.types import ConfigError, CoterieError, Spec, reason_of
+from coterie.types import ConfigError, Spec, reason_of
 
 _FILES = (".json", ".toml", ".yaml", ".yml")
 # A file with all of these is a whole config, such as a run's config.json. Any other is layered on a preset.
@@ -94,7 +94,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         data = {".json": json.loads, ".toml": tomllib.loads}.get(path.suffix, _yaml)(path.read_text())
     except (OSError, ValueError) as error:
-        raise CoterieError(f"{path}: cannot be read: {reason_of(error)}") from None
+        raise ConfigError(f"{path}: cannot be read: {reason_of(error)}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"config: {path} has no fields")
     return data
@@ -151,9 +151,10 @@ def as_toml(data: dict[str, Any], section: str = "") -> Iterator[str]:
 
 def possible(config: Config) -> None:
     """Raise a one-line `ConfigError` if a run with this config would be refused."""
-    from coterie.build.resources import resolve_config
+    from coterie.build.resources import check_device, resolve_config
     from coterie.build.validity import check
     from coterie.envs.make import make_spec
 
+    check_device(config)
     resolved = resolve_config(config)
     check(resolved, make_spec(resolved.env, resolved.atari))

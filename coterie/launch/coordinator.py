@@ -46,12 +46,13 @@ class Coordinator:
         self.config, self.folder, self.root, self.spec = config, folder, folder / "checkpoints", spec
         self.learners = config.learners
         reached = 0 if state is None else max((line["env_steps"] for line in read_metrics(folder)), default=0)
-        self.ledger = Ledger(config, spec, board, state, reached)
         self.next_eval = config.eval.every if state is None else state["next_eval"]
         title = " x ".join((config.preset or config.algorithm, label(config.env.id), config.acting, config.exchange))
-        self.display = Display(config.steps, title, self.ledger.begin_steps, quiet, starting=starting)
+        before = None if state is None else state["env_steps"]
+        self.display = Display(config.steps, title, before or 0, quiet, starting=starting)
         self._make_writer = partial(RunWriter, folder, config, say=self.display.note)
-        self.writer = self._make_writer(None if state is None else state["env_steps"])
+        self.writer = self._make_writer(before)
+        self.ledger = Ledger(config, spec, board, state, reached)  # its clock begins
         self.members, self.idle = set(range(self.learners)), set[int]()  # part of a checkpoint; at the end of training
         self.order: int | None = None  # number of the order that is being carried out
         self.saved: dict[int, Saved] = {}  # what its members have reported about their parts

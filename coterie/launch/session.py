@@ -52,9 +52,9 @@ from coterie.runs.machine import describe
 from coterie.runs.metrics import file_name, read_metrics
 from coterie.runs.objects import name_of
 from coterie.runs.starting import Starting
-from coterie.runs.trust import open_run, sign
+from coterie.runs.trust import SIGNATURE, open_run, sign
 from coterie.runs.validate import validate
-from coterie.types import ConfigError, CoterieError, Spec
+from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError, Spec
 
 __all__ = ["resume", "train"]
 
@@ -68,7 +68,8 @@ def train(
     starting: Starting | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Train a new run and return its summary (also in `summary.json`). Raises `CoterieError` when it fails.
+    """Train a new run and return its summary (also in `summary.json`). Raises `CoterieError` when it fails. Ctrl-C
+    saves a checkpoint and raises `KeyboardInterrupt`; after SIGTERM and SIGHUP it is `SystemExit`.
 
     Without a config the run is a preset's with these settings: `train(env=MyEnv, steps=100_000)`. `callbacks`: a
     name, class or instance, or several, besides the config's; `starting`: of the process, if it began earlier.
@@ -84,10 +85,12 @@ def train(
     if config.log.wandb and importlib.util.find_spec("wandb") is None:
         raise missing("log.wandb", "wandb")
     refuse_run(folder)
+    by_command = starting is not None
     with closing(starting or Starting(quiet=quiet)) as starting, ExitStack() as held:
         for name, needs in unused(flat(settings), config, make_spec(config.env, config.atari)) if settings else ():
             starting.notes.append(f"{name} has no effect in this run: it needs {needs}")
-        return _go(config, folder, False, quiet, starting, given, held)
+        summary = _go(config, folder, False, quiet, starting, given, held)
+    return summary if by_command else _or_stop(summary)
 
 
 def resume(
@@ -97,8 +100,9 @@ def resume(
     """Go on from a run's last complete checkpoint, with its own config (`steps` > 0: a new total of env steps).
     A URL (a run stored by `ray.storage`) is first downloaded to `runs/`. `callbacks`: as for `train`; `trust` and
     `new`: for `coterie.load`; `or_earlier`: where the last checkpoint is damaged, rename it and go on from the one
-    before.
+    before. Signals: as for `train`.
     """
+    by_command = starting is not None
     if "://" in str(folder):
         url, folder = str(folder), Path("runs") / str(folder).rstrip("/").rpartition("/")[2]
         from coterie.launch.ray.mirror import fetch  # fsspec loads slowly
@@ -114,7 +118,19 @@ def resume(
             if config.launch == "ray":
                 raise ConfigError("--or-earlier: cannot be used with launch ray: remove the damaged checkpoint")
             starting.notes += checkpoint.set_damaged_aside(folder / "checkpoints", config.log.stall / 2)
-        return _go(config, folder, True, quiet, starting, each(callbacks), held)
+        summary = _go(config, folder, True, quiet, starting, each(callbacks), held)
+    return summary if by_command else _or_stop(summary)
+
+
+def _or_stop(summary: dict[str, Any]) -> dict[str, Any]:
+    """A signal that has stopped the run stops the script around it, too: it may be about to begin the next run."""
+    if summary["status"] != "interrupted":
+        return summary
+    line = f"{summary['reason']}: checkpoint written; go on with coterie.resume({summary['folder']!r})"
+    if summary["reason"] == signal.SIGINT.name:
+        raise KeyboardInterrupt(line)
+    print(f"coterie: {line}", file=sys.stderr, flush=True)
+    raise SystemExit(EXIT_INTERRUPTED)
 
 
 def _go(
@@ -166,6 +182,8 @@ def _go(
                 learner.resume(checkpoint.load_part(saved, 0, False, config.log.stall / 2))
             learner.start(*(({}, 0) if state is None else (state["learners"][0], state["env_steps"])))
         signals, unsigned = _prepare(folder, kept, spec, state is None, held)
+        if state is None:
+            opened.callback(_unwrite, folder)
         run = Coordinator(config, folder, spec, board, state=state, quiet=quiet, starting=starting, signals=signals)
         alone = f"exchange {config.exchange} has one learner, so it changes nothing: --learners N for more"
         for line in filter(None, (*starting.notes, link_error, unsigned, alone if kind.is_alone(config) else "")):
@@ -182,7 +200,7 @@ def _go(
 def _saved(asked: Config, folder: Path) -> tuple[Path, dict[str, Any], str]:
     """The checkpoint that a run goes on from, its state, and a line for the user."""
     if (saved := checkpoint.latest(folder / "checkpoints")) is None:
-        raise CoterieError(f"{folder} has no complete checkpoint to resume from; start it again with another --out")
+        raise ConfigError(f"RUN: {folder} has no complete checkpoint to resume from; start it again with another --out")
     state = checkpoint.load_state(saved, asked.log.stall / 2, whole=True)
     if state["env_steps"] >= asked.steps:
         raise ConfigError(f"--steps: the run already has {state['env_steps']:,} env steps; give a larger total")
@@ -211,6 +229,13 @@ def _prepare(folder: Path, config: Config, spec: Spec, new: bool, held: ExitStac
             write_whole(folder / "machine.json", json.dumps(describe(), indent=1) + "\n")
         (folder / "summary.json").unlink(missing_ok=True)  # of the run before it was resumed
     return signals, unsigned
+
+
+def _unwrite(folder: Path) -> None:
+    """A run that cannot start leaves a folder in which another one can."""
+    for name in ("config.json", SIGNATURE, "spec.json", "machine.json"):
+        with suppress(OSError):
+            (folder / name).unlink()
 
 
 def _run_here(run: Coordinator, learner: LearnerProcess, callbacks: Sequence[Given]) -> dict[str, Any]:

@@ -105,8 +105,9 @@ def _writing(root: Path, draft: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        path = root / draft.name.removeprefix(".draft-")
-        raise CoterieError(f"checkpoint {path} cannot be written: {damage_of(error)}") from None
+        name = draft.name.removeprefix(".draft-")
+        what = f"checkpoint {root / name}" if name.startswith("step_") else f"a checkpoint in {root}"
+        raise CoterieError(f"{what} cannot be written: {damage_of(error)}") from None
 
 
 def load(path: Path, seconds: float = 450.0) -> tuple[Tensors, dict[str, Any]]:

@@ -24,7 +24,7 @@ from coterie.plugins import FIELDS, GIVEN, PARTS
 from coterie.runs.files import write_whole
 from coterie.runs.objects import name_of
 from coterie.runs.old_names import OLD, PEERS
-from coterie.types import ConfigError, CoterieError, json_object, reason_of
+from coterie.types import ConfigError, json_object, reason_of
 
 _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", NoneType: "null"}
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -60,7 +60,7 @@ def _nearest(name: str) -> str:
     if inside:
         return f"; the fields of {name} are {', '.join(inside)}"
     tail = [f for f in TYPES if f.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]]
-    first = [f for f in PEERS.get(name, ()) if f not in tail] + tail
+    first = [f for f in PEERS.get(name.rsplit(".", 1)[-1], ()) if f not in tail] + tail
     found = (first + [f for f in difflib.get_close_matches(name, TYPES, 3, 0.6) if f not in first])[:3]
     are = "is" if len(found) == 1 else "are"
     return f"; the nearest {are} {', '.join(found)}" if found else "; `coterie train PRESET --help` lists them"
@@ -175,7 +175,7 @@ def load_config(path: Path) -> Config:
     except ConfigError as error:
         raise ConfigError(f"{error} (in {path})") from None
     except (OSError, ValueError) as error:
-        raise CoterieError(f"{path}: cannot be read: {reason_of(error)}") from None
+        raise ConfigError(f"{path}: cannot be read: {reason_of(error)}") from None
 
 
 def field_name(given: str, value: Any, dashes: str = "") -> str:

@@ -133,9 +133,9 @@ def refuse_run(folder: Path) -> None:
     """Raise a one-line error if the folder holds a run."""
     try:
         if (folder / "config.json").exists():
-            raise ConfigError(
-                f"out: {folder} already holds a run; go on with `coterie resume {folder}` or name another"
-            )
+            goes_on = any((folder / "checkpoints").glob("step_*"))
+            does = f"go on with `coterie resume {folder}`" if goes_on else "it has no checkpoint: remove it"
+            raise ConfigError(f"out: {folder} already holds a run; {does}, or name another")
     except OSError as error:
         raise CoterieError(f"out: cannot read {folder}: {reason_of(error)}") from None
 

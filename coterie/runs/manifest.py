@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,8 @@ def damage_of(error: Exception) -> str:
         return f"{error.strerror}" + (f" ({Path(str(error.filename)).name})" if error.filename else "")
     if isinstance(error, KeyError | TypeError | AttributeError | UnicodeDecodeError | json.JSONDecodeError):
         return f"{MANIFEST} is garbled ({type(error).__name__})"
+    if found := re.search(r"I/O error: (.*?) \(os error", str(error)):  # of safetensors
+        return found[1]
     return reason_of(error)
 
 

@@ -8,6 +8,7 @@ import sys
 import tomllib
 
 import pytest
+import torch
 
 from coterie import choices, presets
 from coterie.algorithms.table import ALGORITHMS
@@ -60,6 +61,7 @@ def test_a_partial_file_is_layered_on_its_preset_and_options_on_the_file(write, 
     ("name", "text", "says"),
     [
         ("a.json", '{"optim": {"lrr": 1}}', r"optim.lrr: no such field; .* \(in a.json\)"),
+        ("a.toml", "optim.learning_rate = 1", r"optim.learning_rate: no such field; the nearest is optim.lr"),
         ("a.toml", "optim.lr = 'fast'", r"optim.lr: 'fast' is not a number \(in a.toml\)"),
         ("a.toml", "optim = 1", r"optim: no such field; the fields of optim are"),
         ("a.yaml", "steps: []", r"steps: needs a value; it takes an integer \(in a.yaml\)"),
@@ -104,6 +106,9 @@ def test_a_printed_config_is_whole_and_says_what_each_field_is(write, capsys):
     assert err == "coterie: chaos.every: 10.0 needs child processes: several learners, actors, or env hosts\n"
     with pytest.raises(ConfigError, match=r"^preset: my\.toml has the whole config of 'ppo', not of 'dqn'"):
         config_of(["dqn", "--config", "my.toml"])
+    if not torch.cuda.is_available():
+        assert main(["train", *args, "--device", "cuda", "--print-config"]) == 2
+        assert "device: cuda is not available here" in capsys.readouterr().err
 
 
 ATARI, MLP, NET = "one of EnvPool's Atari games", "the torso mlp", "tests.support.networks:Mixer"
@@ -151,7 +156,7 @@ def test_another_runs_config_is_trained(write, tmp_path, capsys):
     one, two = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("one", "two"))
     assert two == {**one, "seed": 3, "out": "two"}
     capsys.readouterr()
-    assert main(["train", "no.json"]) == 1
+    assert main(["train", "no.json"]) == 2
     assert "no.json: cannot be read: No such file" in capsys.readouterr().err
 
 
@@ -215,4 +220,4 @@ def test_the_hint_to_resume_says_that_a_callback_has_ended_the_run(capsys):
     _report(
         {"status": "finished", "reason": "solved", "env_steps": 5, "seconds": 1.0, "mean_return": 1.0, "folder": "r"}
     )
-    assert "resume:   coterie resume r --steps N  # its callback may end it again\n" in capsys.readouterr().out
+    assert "resume:   coterie resume r  # its callback may end it again\n" in capsys.readouterr().out

@@ -219,7 +219,7 @@ def test_a_full_disk_is_reported_and_spares_older_checkpoints(
 
         def full(*args: Any, **kwargs: Any) -> None:
             if call == "save_file":
-                raise SafetensorError(os.strerror(errno.ENOSPC))
+                raise SafetensorError(f"Error while serializing: I/O error: {os.strerror(errno.ENOSPC)} (os error 28)")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         patch.setattr(checkpoint if call == "save_file" else os, call, full)
