@@ -103,8 +103,7 @@ def _starts(step: str, options: Namespace) -> Iterator[Starting]:
 def _report(summary: dict[str, Any]) -> int:
     folder, mean = summary["folder"], summary["mean_return"]
     interrupted = summary["status"] == "interrupted"
-    again = "  # its callback may end it again" * bool(summary["reason"])
-    steps = "" if interrupted else again or " --steps N"
+    steps = "" if interrupted else "  # its callback may end it again" * bool(summary["reason"]) or " --steps N"
     print(
         f"{summary['status']}: {summary['env_steps']:,} env steps in {summary['seconds']:.0f} s, "
         f"mean return {'-' if mean is None or mean != mean else f'{mean:.1f}'} over the last episodes"

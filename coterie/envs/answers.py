@@ -3,16 +3,41 @@
 from __future__ import annotations
 
 import math
+import os
+import re
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 
 from coterie.envs.spaces import ObsField, leaf_of
 from coterie.types import Array, CoterieError, one_line
 
-RESET = ("observation", "info")
+_RESET = ("observation", "info")
 STEP = ("observation", "reward", "terminated", "truncated", "info")
+_OURS = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Path(gymnasium.__file__).parent))
+
+
+def refused(error: Exception, says: str) -> bool:
+    """Whether a call by Coterie or gymnasium had arguments that do not fit, and no code of the user ran."""
+    frames = [f for e in (error, error.__cause__) if e for f in traceback.extract_tb(e.__traceback__)]
+    fits = isinstance(error, TypeError) and re.search(says, str(error))
+    return bool(fits) and all(frame.filename.startswith(_OURS) for frame in frames)
+
+
+def reset_env(env: Any, seed: int | None) -> Any:
+    """The observation and the info of the env's reset."""
+    try:
+        answer = env.reset(seed=seed)
+    except TypeError as error:
+        if refused(error, r"reset\(\) got an unexpected keyword"):
+            hint = "gymnasium's reset takes seed and options, and returns (obs, info)"
+            raise CoterieError(f"{one_line(error)}; {hint}") from error
+        raise
+    return parts_of("reset", answer, _RESET)
 
 
 def parts_of(call: str, answer: Any, parts: Sequence[str]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
@@ -15,15 +16,17 @@ from gymnasium import spaces
 from gymnasium.vector import VectorEnv
 from gymnasium.wrappers import TimeLimit
 
-from coterie.envs.answers import RESET, STEP, fitting, number, parts_of
+from coterie.envs.answers import STEP, fitting, number, parts_of, refused, reset_env
 from coterie.envs.backend import Backend, Declared, StepResults, declare
 from coterie.envs.spaces import action_map, obs_fields, on_host
 from coterie.envs.team import ZOO, Team
+from coterie.extras import missing
 from coterie.plugins import LAB, label, named_env, raised, reach
 from coterie.types import MASK, Array, ConfigError, CoterieError, Spec, from_entries, one_line
 
 ALE = "ALE/"  # before a game of ale-py, which registers it
 PLAY = "selfplay/"  # before a game for two, of PettingZoo
+OWN_ID = "an id that your own module registers with gymnasium is MODULE:ID"
 _LAB_EXAMPLE = "dmlab:DMLab"  # examples/envs/dmlab.py
 _DEEPEST = 8  # dicts in an info, one in the other: some hold themselves
 _METHOD = "action_masks"  # of an env: the name that Stable-Baselines3's contributions use
@@ -43,7 +46,7 @@ def make_gym(env_id: str, kwargs: Mapping[str, Any], max_episode_steps: int) -> 
     """The environment of a gymnasium id, of `module:Id-v0` or of `package.module:callable`; one of several agents is a
     `Team`. `max_episode_steps` > 0 truncates its episodes, 0 leaves them as they are.
     """
-    path = env_id
+    path = f"ale_py:{env_id}" if env_id.startswith(ALE) else env_id
     if env_id.startswith(ZOO):
         import pettingzoo
 
@@ -56,12 +59,11 @@ def make_gym(env_id: str, kwargs: Mapping[str, Any], max_episode_steps: int) -> 
         reach("env.id", env_id.rpartition(":")[0])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # gymnasium on older versions and on the precision of bounds
-            return gymnasium.make(
-                f"ale_py:{env_id}" if env_id.startswith(ALE) else env_id,
-                max_episode_steps=max_episode_steps or None,
-                disable_env_checker=True,
-                **kwargs,
-            )
+            limit = max_episode_steps or None
+            try:
+                return gymnasium.make(path, max_episode_steps=limit, disable_env_checker=True, **kwargs)
+            except gymnasium.error.UnregisteredEnv as error:
+                raise ConfigError(f"env.id {env_id!r} cannot be made: {one_line(error)}; {OWN_ID}") from error
     try:
         make = named_env("env.id", path)
     except ConfigError as error:
@@ -99,8 +101,11 @@ def open_gym(env_id: str, kwargs: Mapping[str, Any], max_episode_steps: int, mak
     except ConfigError:
         raise
     except Exception as error:
-        if isinstance(error, TypeError) and "unexpected keyword" in str(error):
+        unknown = isinstance(error, TypeError) and "unexpected keyword" in str(error)
+        if unknown or refused(error, "missing .*required"):
             raise ConfigError(f"env.kwargs: {one_line(error)}") from error
+        if re.search(r"gymnasium\[(box2d|mujoco)\]", str(error)):  # as gymnasium says it
+            raise missing(f"env.id {label(env_id)!r}", "gym") from error
         if isinstance(error, gymnasium.error.Error | ImportError) or isinstance(error.__cause__, ImportError):
             raise ConfigError(f"env.id {label(env_id)!r} cannot be made: {one_line(error)}") from error
         raise CoterieError(
@@ -155,7 +160,7 @@ class Instance:
         self.space, self.masked = env.action_space, declared.spec.masked
 
     def reset(self) -> None:
-        self._begin(*parts_of("reset", self.env.reset(seed=self.seed), RESET))
+        self._begin(*reset_env(self.env, self.seed))
         self.seed, self.restart, self.infos = None, False, {}
 
     def _begin(self, obs: Any, info: dict[str, Any]) -> None:

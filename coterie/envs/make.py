@@ -13,7 +13,7 @@ import gymnasium
 from coterie import config
 from coterie.envs.backend import Backend, Declared, MakeBackend
 from coterie.envs.group import Envs
-from coterie.envs.gym import ALE, PLAY, is_gym_id
+from coterie.envs.gym import ALE, OWN_ID, PLAY, is_gym_id
 from coterie.envs.local import LocalBackend
 from coterie.envs.pool import PoolBackend, has_env, modules, pool_declared
 from coterie.envs.repeat import Repeat
@@ -44,19 +44,31 @@ def _in_pool(env: config.Env) -> bool:
             other = f", but there is {turns}" if prefix == ZOO and turns in zoo_ids(PLAY) else ""
             raise _unknown(env.id, known, f"PettingZoo has no such {what}{other}")
     named = ":" in env.id or env.id.startswith((LAB, ALE, PLAY, ZOO))  # not imported before it is made
-    if not pool and not named and env.id not in gymnasium.registry:
-        if not modules():
-            why = f"gymnasium does not have it, and EnvPool is missing ({install('envpool')})"
-            raise _unknown(env.id, [*gymnasium.registry], why)
-        raise _unknown(env.id, [*modules(), *gymnasium.registry], "neither EnvPool nor gymnasium has it")
+    if not pool and not named:
+        _check_registered(env.id)
     return pool and env.backend != "workers"
+
+
+def _check_registered(env_id: str) -> None:
+    """Raise a `ConfigError` for an id that a worker process, which imports gymnasium only, does not have."""
+    if env_id not in gymnasium.registry:
+        alone = f"gymnasium does not have it, and EnvPool is missing ({install('envpool')})"
+        why = "neither EnvPool nor gymnasium has it" if modules() else alone
+        raise _unknown(env_id, [*modules(), *gymnasium.registry], why)
+    made = gymnasium.registry[env_id].entry_point
+    module = made.partition(":")[0] if isinstance(made, str) else getattr(made, "__module__", "")
+    if module.partition(".")[0] != "gymnasium":
+        name = "MODULE" if module in ("", "__main__", "functools") else module
+        why = "worker processes do not import the module that registers it"
+        raise ConfigError(f"env.id {env_id!r}: {why}; give {name}:{env_id}, or the class itself")
 
 
 def _unknown(env_id: str, known: Sequence[str], why: str) -> ConfigError:
     lower = {k.lower(): k for k in known}
-    near = [lower[k] for k in difflib.get_close_matches(env_id.lower(), lower, n=4, cutoff=0.6)]
+    cutoff = 0.6 if modules() else 0.8  # without EnvPool, Pong-v5 is not a wrong Ant-v5
+    near = [lower[k] for k in difflib.get_close_matches(env_id.lower(), lower, n=4, cutoff=cutoff)]
     hint = f"nearest: {', '.join(near)}" if near else "try `coterie list envs`, or give package.module:callable"
-    return ConfigError(f"env.id {env_id!r}: {why}; {hint}")
+    return ConfigError(f"env.id {env_id!r}: {why}; {hint}; {OWN_ID}")
 
 
 def _declared(env: config.Env, atari: config.Atari) -> Declared:

@@ -94,11 +94,10 @@ def _field(
         same = space.dtype is not None and space.dtype.name == dtype and space.shape != ()
         codes = _GRID_CODES if _GRID.match(env_id) and name == "image" and shape[2:] == (len(_GRID_CODES),) else ()
         spec = ObsSpec(shape, dtype, low, high, codes=codes)
-        if same:
-            return ObsField(name, path, spec, None, shape)
-        return ObsField(name, path, spec, _plain(space.shape, dtype), tuple(space.shape), f"as {dtype}")
+        convert, form = (None, ObsField.form) if same else (_plain(space.shape, dtype), f"as {dtype}")
+        return ObsField(name, path, spec, convert, tuple(space.shape), form)
     raise ConfigError(
-        f"env.id {env_id!r}: observation {name or 'space'!r} is {type(space).__name__}; "
+        f"env.id {env_id!r}: {f'observation {name!r}' if name else 'the observation space'} is {type(space).__name__}; "
         "it may be Box, Discrete, MultiDiscrete, MultiBinary, Text or a Dict or Tuple of those"
     )
 
@@ -176,10 +175,8 @@ class ActionMap:
             parts = [leaf.to_env(a[:, columns].astype(leaf.spec.dtype)) for leaf, columns in self.leaves]
             return np.concatenate([x.reshape(len(a), -1).astype(self.spec.dtype) for x in parts], 1)
         a = a.reshape(len(a), *self.shape)
-        if self.scale is not None:
-            a = self.scale * a
-        if self.offset is not None:
-            a = self.offset + a
+        a = a if self.scale is None else self.scale * a
+        a = a if self.offset is None else self.offset + a
         return a if self.low is None else a.clip(self.low, self.high)
 
     def from_env(self, a: Any) -> Array:
@@ -300,6 +297,4 @@ def random_actions(spec: ActionSpec, rng: np.random.Generator, n: int, obs: Obs 
         choices = np.stack([x.argmax(1) for x in luck], 1)
     else:
         choices = rng.integers(0, spec.sizes, (n, len(spec.sizes)))
-    if spec.kind == "categorical":
-        return choices[:, 0]
-    return np.concatenate((choices, numbers), 1).astype(spec.dtype)
+    return choices[:, 0] if spec.kind == "categorical" else np.concatenate((choices, numbers), 1).astype(spec.dtype)

@@ -175,7 +175,9 @@ class WorkerBackend(Backend):
                     continue
                 x.answers -= 1
                 if "error" in answer:
-                    raise CoterieError(f"env.id {self.spec.env_id!r}: {answer['error']}", answer["trace"])
+                    what = f"env.id {self.spec.env_id!r}"
+                    again = answer["error"].startswith(what)
+                    raise CoterieError(answer["error"] if again else f"{what}: {answer['error']}", answer["trace"])
                 failed |= {int(i): reason for i, reason in answer.get("failed", {}).items()}
                 info |= {int(i): given for i, given in answer.get("info", {}).items()}
                 if "ready" in answer:

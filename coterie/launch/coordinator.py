@@ -44,9 +44,8 @@ class Coordinator:
         signals: Sequence[signal.Signals] = (),
     ) -> None:  # fmt: skip
         self.config, self.folder, self.root, self.spec = config, folder, folder / "checkpoints", spec
-        self.learners = config.learners
         reached = 0 if state is None else max((line["env_steps"] for line in read_metrics(folder)), default=0)
-        self.next_eval = config.eval.every if state is None else state["next_eval"]
+        self.learners, self.next_eval = config.learners, config.eval.every if state is None else state["next_eval"]
         title = " x ".join((config.preset or config.algorithm, label(config.env.id), config.acting, config.exchange))
         before = None if state is None else state["env_steps"]
         self.display = Display(config.steps, title, before or 0, quiet, starting=starting)

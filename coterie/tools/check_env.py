@@ -91,6 +91,8 @@ def _check(env: Env, steps: int, render: bool) -> tuple[list[str], list[str]]:
                     when = f"differ after {k} equal actions" if k else "begin differently"
                     mend["seed"] = f"two copies with one seed {when}: {_SEED.get(env.backend, _SEEDS)}"
                     break
+            if not (pool or together):
+                one.env.close()  # its backend's close ignores what it raises
             if together and not other.restarted_alone():
                 facts.append("a NaN ends the run: no env can be restarted without the others")
     except CoterieError as error:
@@ -189,9 +191,9 @@ def _problem(x: Any, space: gymnasium.Space[Any]) -> str:
     if not isinstance(space, Box):
         return "" if space.contains(x) else f"value {x!r:.60} where its space is {space}"
     x = np.asarray(x)
-    if x.shape != space.shape or x.dtype != space.dtype:
+    if x.dtype != space.dtype:
         return f"type {x.dtype} {x.shape} where its space has {space.dtype} {space.shape}: convert it"
-    if (x < space.low).any() or (x > space.high).any():
+    if x.shape == space.shape and ((x < space.low) | (x > space.high)).any():  # `fitting` refuses the shape
         bounds = f"{space.low.min():.4g} to {space.high.max():.4g}"
         return f"values from {x.min():.4g} to {x.max():.4g} where its space has {bounds}: widen the space, or clip"
     return ""

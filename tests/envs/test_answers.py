@@ -74,6 +74,27 @@ class Old(gymnasium.Env):
         return FINE, 0.0, False, {}
 
 
+class Older(Old):
+    """As envs were before gymnasium 0.22."""
+
+    def __init__(self):
+        super().__init__("")
+
+    def reset(self):
+        return FINE
+
+
+class Careless(Older):
+    """Its own code makes the mistake."""
+
+    def reset(self, **options):
+        return super().reset(**options)
+
+
+def unnamed():
+    return Old()
+
+
 def told(env, reason, **kwargs):
     with pytest.raises(CoterieError, match=reason), make(f"{__name__}:{env}", 1, kwargs=kwargs) as envs:
         play(envs, 3)
@@ -142,3 +163,21 @@ def test_what_only_looks_like_an_env_is_told_what_to_be():
 )
 def test_an_env_of_the_old_form_is_told_the_new_one(call, reason):
     told("Old", reason, call=call)
+
+
+@pytest.mark.parametrize("limit", [0, 5])
+@pytest.mark.parametrize(
+    ("env", "then"),
+    [
+        ("Older", r"; gymnasium's reset takes seed and options, and returns \(obs, info\)$"),
+        ("Careless", r" \(.*test_answers\.py, line \d+, in reset\)"),
+    ],
+)
+def test_a_reset_that_takes_no_seed_is_told_the_new_form_unless_the_envs_code_calls_it(env, then, limit):
+    says = rf"^env\.id '{__name__}:{env}': TypeError: Older\.reset\(\) got an unexpected keyword argument '\w+'{then}"
+    with pytest.raises(CoterieError, match=says), make(f"{__name__}:{env}", 1, max_episode_steps=limit) as envs:
+        play(envs, 1)
+
+
+def test_an_argument_that_is_missing_in_the_users_code_is_a_bug():
+    told("unnamed", r"cannot be made: TypeError: .*missing 1 required positional argument: 'call' \(.*, in unnamed\)")

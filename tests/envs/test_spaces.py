@@ -158,6 +158,8 @@ def test_spaces_that_are_not_supported_are_refused():
     for space in (spaces.Sequence(one), spaces.Dict({"g": spaces.Tuple([])}), spaces.Dict({}), same, nameless):
         with pytest.raises(ConfigError, match=r"env\.id 'env'"):
             obs_fields("env", space)
+    with pytest.raises(ConfigError, match="the observation space is Sequence; it may be Box"):
+        obs_fields("env", spaces.Sequence(one))
     with pytest.raises(ConfigError, match="action space"):
         action_map("env", spaces.Dict({"a": spaces.Sequence(spaces.Discrete(2))}))
     with pytest.raises(ConfigError, match="at most 65536 values"):

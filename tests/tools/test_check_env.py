@@ -38,6 +38,9 @@ class Faulty(CountingEnv):
         reward = np.nan if self.fault == "reward" else 1.0
         return self.look(), reward, self.steps == 7 and self.fault != "endless", False, {}
 
+    def close(self):
+        1 / (self.fault != "close")
+
     def look(self):
         x = self.np_random.uniform(-1, 1, 2).astype(np.float64 if self.fault == "dtype" else np.float32)
         if self.fault == "nan":
@@ -54,7 +57,8 @@ class Faulty(CountingEnv):
         ("reward", "reward: nan; a run replaces"),
         ("endless", "no episode ended in 60 steps: truncate at a limit"),
         ("dtype", "observation 'x': type float64 (2,) where its space has float32 (2,)"),
-        ("shape", "observation 'x': type float32 (1,) where its space has float32 (2,)"),
+        ("shape", "the observation['x'] has shape (1,), and its space (2,)"),
+        ("close", "it raises ZeroDivisionError: division by zero ("),
         ("nan", "observation 'x': nan; a run replaces"),
         ("bounds", "observation 'x': values from "),
     ],
@@ -63,6 +67,7 @@ def test_a_fault_is_named(fault, says):
     assert coterie.check_env(Faulty, steps=60) == []
     found = coterie.check_env(lambda: Faulty(fault), steps=60)
     assert [line for line in found if line.startswith(says)], found
+    assert [line for line in found[1:] if not line.startswith("gymnasium: ")] == []
 
 
 def test_an_env_is_played_by_its_masks_and_self_play_by_its_seed(monkeypatch):
