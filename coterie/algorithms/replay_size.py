@@ -14,7 +14,7 @@ from coterie.exchange.table import exchange_kind
 from coterie.replay.storage import Capacity
 from coterie.types import ActionSpec, Spec
 
-_DISCRETE = "dqn and r2d2 need a Discrete action space, which this env does not have"
+_DISCRETE = "needs a Discrete action space, which this env does not have; use ppo, a2c"
 
 
 def bounded(action: ActionSpec) -> bool:
@@ -62,10 +62,8 @@ def value_refusals(
 ) -> tuple[Refusal, ...]:
     """Refusals of all value methods. `rows`: rows that the replay stores per env, which must be more than `needed`."""
     return (
-        Refusal(lambda c, s: bounded(s.action), "algorithm", f"must be a2c, ppo, vtrace, sac or bc: {_DISCRETE}"),
-        Refusal(
-            lambda c, s: s.action.kind != "categorical", "algorithm", f"must be a2c, ppo, vtrace or bc: {_DISCRETE}"
-        ),
+        Refusal(lambda c, s: bounded(s.action), "algorithm", f"{_DISCRETE}, vtrace or sac"),
+        Refusal(lambda c, s: s.action.kind != "categorical", "algorithm", f"{_DISCRETE} or vtrace"),
         Refusal(lambda c, s: c.q.atoms > 0 and c.q.v_min >= c.q.v_max, "q.v_min", "must be below q.v_max"),
         Refusal(
             lambda c, s: c.q.atoms > 0 and c.replay.initial == "acting",

@@ -189,7 +189,13 @@ class Policy:
         """
         try:
             obs = flatten(obs, self.fields)
-        except (IndexError, KeyError, TypeError, ValueError) as error:
+        except KeyError as error:
+            raise ConfigError(f"obs: {error} is missing") from error
+        except (IndexError, TypeError, ValueError) as error:
+            keys = dict.fromkeys(f.path[0] for f in self.fields if f.path and isinstance(f.path[0], str))
+            if keys and not isinstance(obs, dict):
+                given = "an array" if hasattr(obs, "shape") else type(obs).__name__
+                raise ConfigError(f"obs: a dict with keys {', '.join(keys)} is needed, not {given}") from error
             hint = "for one env, give each array a first axis: np.asarray(x)[None]"
             raise ConfigError(f"obs: not a batch of what the env gives: {reason_of(error)}; {hint}") from error
         if self._outside:
@@ -199,8 +205,9 @@ class Policy:
         for key, x in entries(obs).items():
             if np.shape(x)[1:] != (row := self.spec.obs[key].shape):
                 place = f"obs[{key!r}]" if key else "obs"
-                hint = f"; for one env, give {place}[None]" if np.shape(x) == row else ""
-                raise ConfigError(f"{place}: a batch of {row} is needed, not {np.shape(x)}{hint}")
+                hint = f"; for one env give {place}[None]" if np.shape(x) == row else ""
+                needed = f"[{', '.join(map(str, ('B', *row)))}]"
+                raise ConfigError(f"{place}: {needed} is needed, not {list(np.shape(x))}{hint}")
         if self.spec.masked and not self.spec.legal_rows(obs[MASK]).all():
             raise ConfigError("action_mask: nothing is legal in one of its rows")
         batch = len(next(iter(entries(obs).values())))

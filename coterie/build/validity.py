@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -20,7 +21,7 @@ from coterie.models.build import try_out
 from coterie.models.torsos import FOR_IMAGES
 from coterie.plugins import FIELDS, check_own, label, raised
 from coterie.runs.config_io import fields, get, shown
-from coterie.types import ConfigError, CoterieError, Spec, reason_of
+from coterie.types import ActionSpec, ConfigError, CoterieError, ObsSpec, Spec, counted, reason_of
 from coterie.wire.auth import without_keys
 
 _FIELDS = dict(fields())
@@ -51,8 +52,9 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         lambda c, s: not algorithm_class(c).corrects(c) and not acting_kind(c).lockstep(c),
-        "ACTING.lockstep",
-        "must be True where the algorithm does not correct for an older policy: use vtrace, or ppo with ppo.proximal",
+        "acting",
+        "needs --ACTING.lockstep True, --algorithm vtrace, or --algorithm ppo --ppo.proximal True: it acts with older "
+        "weights, which ALGORITHM does not correct for",
     ),
     Refusal(
         lambda c, s: not algorithm_class(c).corrects(c) and acting_kind(c).publish_every(c) > 1,
@@ -130,8 +132,9 @@ def check(config: ResolvedConfig, spec: Spec) -> None:
         if refusal.applies(config, spec):
             memory = "model.network" if config.model.network else "model.core"
             field = refusal.field.replace("ACTING", config.acting).replace("MEMORY", memory)
+            reason = refusal.reason.replace("ACTING", config.acting).replace("ALGORITHM", label(config.algorithm))
             value = f"{shown(get(config, field))} " if field in _FIELDS else ""  # a registered acting has no section
-            raise ConfigError(f"{field}: {value}{refusal.reason}")
+            raise ConfigError(f"{field}: {value}{reason}")
     if 0 < config.max_lag < (least := acting_kind(config).lag.least(config, updates_of(config))):
         raise ConfigError(f"max_lag: {config.max_lag} must be at least {least} for this layout, or 0 for no such limit")
     check_own(config)
@@ -175,9 +178,31 @@ def check_spec(folder: Path, config: Config) -> Spec:
     """The env's spec; refuses a run whose env, whatever its name, gives or takes something else than it did."""
     spec, path = make_spec(config.env, config.atari), folder / "spec.json"
     try:
-        saved, now = json.loads(path.read_text()), json.loads(json.dumps(spec.to_json()))
-    except (OSError, ValueError) as error:
+        saved = Spec.from_json(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CoterieError(f"{path} cannot be read: {reason_of(error)}") from None
-    if not isinstance(saved, dict) or saved | {"env_id": spec.env_id} != now:
-        raise ConfigError(f"env.id: the spaces differ from the run's; saved {json.dumps(saved)}; now {json.dumps(now)}")
+    if found := "; ".join(_differences(saved, spec)):
+        raise ConfigError(f"env.id: the spaces differ from the run's: {found}")
     return spec
+
+
+def _differences(saved: Spec, now: Spec) -> Iterator[str]:
+    """What of a run's spaces is another now, in words."""
+    for name in dict.fromkeys((*saved.obs, *now.obs)):
+        one, other = (_array(spec.obs.get(name)) for spec in (saved, now))
+        if one != other:
+            yield f"observation {f'{name!r} ' if name else ''}{one} in the run, {other} now"
+    if saved.action != now.action:
+        yield f"{_choices(saved.action)} in the run, {_choices(now.action)} now"
+
+
+def _array(obs: ObsSpec | None) -> str:
+    if obs is None:
+        return "absent"
+    return f"{obs.dtype} {obs.shape}{' of text' * obs.text}{f' of codes {obs.codes}' if obs.codes else ''}"
+
+
+def _choices(action: ActionSpec) -> str:
+    sizes = counted(action.sizes[0], "action") if action.kind == "categorical" else f"choices of {action.sizes}"
+    bounds = f"{counted(len(action.low), 'continuous action')} from {action.low} to {action.high}"
+    return " and ".join([sizes] * bool(action.sizes) + [bounds] * bool(action.low))

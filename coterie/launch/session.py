@@ -47,7 +47,7 @@ from coterie.roles.entry import Service
 from coterie.roles.learner_process import LearnerProcess
 from coterie.runs import checkpoint
 from coterie.runs.config_io import save_config
-from coterie.runs.files import refuse_run, sole_writer, write_whole, writing
+from coterie.runs.files import discard, refuse_run, sole_writer, write_whole, writing
 from coterie.runs.machine import describe
 from coterie.runs.metrics import file_name, read_metrics
 from coterie.runs.objects import name_of
@@ -127,7 +127,7 @@ def _or_stop(summary: dict[str, Any]) -> dict[str, Any]:
     if summary["status"] != "interrupted":
         return summary
     line = f"{summary['reason']}: checkpoint written; go on with coterie.resume({summary['folder']!r})"
-    if summary["reason"] == signal.SIGINT.name:
+    if summary["reason"] == "SIGINT":
         raise KeyboardInterrupt(line)
     print(f"coterie: {line}", file=sys.stderr, flush=True)
     raise SystemExit(EXIT_INTERRUPTED)
@@ -181,9 +181,7 @@ def _go(
             if saved is not None:
                 learner.resume(checkpoint.load_part(saved, 0, False, config.log.stall / 2))
             learner.start(*(({}, 0) if state is None else (state["learners"][0], state["env_steps"])))
-        signals, unsigned = _prepare(folder, kept, spec, state is None, held)
-        if state is None:
-            opened.callback(_unwrite, folder)
+        signals, unsigned = _prepare(folder, kept, spec, state is None, held, opened)
         run = Coordinator(config, folder, spec, board, state=state, quiet=quiet, starting=starting, signals=signals)
         alone = f"exchange {config.exchange} has one learner, so it changes nothing: --learners N for more"
         for line in filter(None, (*starting.notes, link_error, unsigned, alone if kind.is_alone(config) else "")):
@@ -213,9 +211,12 @@ def _saved(asked: Config, folder: Path) -> tuple[Path, dict[str, Any], str]:
     return saved, state, f"continuing from the checkpoint of {when}: {made:,} env steps{lost}"
 
 
-def _prepare(folder: Path, config: Config, spec: Spec, new: bool, held: ExitStack) -> tuple[list[signal.Signals], str]:
-    """The first files of a run's folder. Returns the list of the signals from now on, since with a config and no
-    checkpoint the run could not be resumed, so that it handles them itself; and `sign`'s line.
+def _prepare(
+    folder: Path, config: Config, spec: Spec, new: bool, held: ExitStack, opened: ExitStack
+) -> tuple[list[signal.Signals], str]:
+    """The first files of a run's folder; those of a new one go again where it cannot start. Returns `sign`'s line, and
+    the list of the signals from now on, which the run handles itself: with a config and no checkpoint it could not be
+    resumed.
     """
     signals = list[signal.Signals]()
     held.enter_context(on_signals(signals.append, HANDLED if config.log.checkpoint_on_warning else STOP))
@@ -227,15 +228,9 @@ def _prepare(folder: Path, config: Config, spec: Spec, new: bool, held: ExitStac
         if new:
             write_whole(folder / "spec.json", json.dumps(spec.to_json(), indent=1) + "\n")
             write_whole(folder / "machine.json", json.dumps(describe(), indent=1) + "\n")
+            opened.callback(discard, folder, "config.json", SIGNATURE, "spec.json", "machine.json")
         (folder / "summary.json").unlink(missing_ok=True)  # of the run before it was resumed
     return signals, unsigned
-
-
-def _unwrite(folder: Path) -> None:
-    """A run that cannot start leaves a folder in which another one can."""
-    for name in ("config.json", SIGNATURE, "spec.json", "machine.json"):
-        with suppress(OSError):
-            (folder / name).unlink()
 
 
 def _run_here(run: Coordinator, learner: LearnerProcess, callbacks: Sequence[Given]) -> dict[str, Any]:

@@ -11,10 +11,12 @@ from coterie.runs.objects import name_of
 
 
 def a2c(env: Part = "Pong-v5", **overrides: Any) -> Config:
-    """Synchronous A2C. Images: Accelerated Methods and its code (n = 5, RMSProp 7e-4 at 16 simulators times the root of
-    their number, eps inside the root), 10M env steps as in that code's example (the paper has 25M). Ours: 84x84 frames,
-    up to 200 random steps first (2000). Vectors and continuous control: our own settings, with normalized rewards and
-    advantages; the continuous form of LunarLander has the discount and lambda of vectors.
+    """Synchronous A2C, a simple baseline with short rollouts.
+
+    Images: Accelerated Methods and its code (n = 5, RMSProp 7e-4 at 16 simulators times the root of their number, eps
+    inside the root), 10M env steps as in that code's example (the paper has 25M). Ours: 84x84 frames, up to 200 random
+    steps first (2000). Vectors and continuous control: our own settings, with normalized rewards and advantages; the
+    continuous form of LunarLander has the discount and lambda of vectors.
     """
     env = name_of("env.id", env)
     return make(
@@ -41,11 +43,13 @@ def a2c(env: Part = "Pong-v5", **overrides: Any) -> Config:
 
 
 def ppo(env: Part = "Pong-v5", **overrides: Any) -> Config:
-    """PPO. Images: batches of 2048, clip 0.2, lambda 0.95 and entropy 0.01 as in Accelerated Methods. Ours, for few
-    samples: 5M env steps (25M), 3 epochs over minibatches of 256, Adam at 5e-4, value coefficient 0.5, gradients
-    clipped to 0.5; `ppo-paper` has the paper's values. Vectors and continuous control: our own settings.
-    MountainCar's rewards are normalized: without, some seeds never reach the flag. The continuous form of LunarLander
-    has the discount and lambda of vectors.
+    """PPO, the one to try first: every kind of env and of action.
+
+    Images: batches of 2048, clip 0.2, lambda 0.95 and entropy 0.01 as in Accelerated Methods. Ours, for few samples:
+    5M env steps (25M), 3 epochs over minibatches of 256, Adam at 5e-4, value coefficient 0.5, gradients clipped to 0.5;
+    `ppo-paper` has the paper's values. Vectors and continuous control: our own settings. MountainCar's rewards are
+    normalized: without, some seeds never reach the flag. The continuous form of LunarLander has the discount and lambda
+    of vectors.
     """
     env = name_of("env.id", env)
     return make(
@@ -78,9 +82,11 @@ def ppo(env: Part = "Pong-v5", **overrides: Any) -> Config:
 
 
 def ppo_paper(env: Part = "Pong-v5", **overrides: Any) -> Config:
-    """PPO on images as in Accelerated Methods and its code: 8 simulators of 256 steps, 4 epochs, minibatches of 512,
-    Adam at 1e-3, value coefficient 1, no clipping of gradients; the linear schedule and normalized advantages are
-    options of that code, off by default.
+    """PPO with a paper's settings for Atari, to compare with it.
+
+    As in Accelerated Methods and its code: 8 simulators of 256 steps, 4 epochs, minibatches of 512, Adam at 1e-3, value
+    coefficient 1, no clipping of gradients; the linear schedule and normalized advantages are options of that code, off
+    by default.
     """
     image = {
         "steps": 25_000_000,
@@ -93,9 +99,10 @@ def ppo_paper(env: Part = "Pong-v5", **overrides: Any) -> Config:
 
 
 def gala_a2c(env: Part = "Pong-v5", **overrides: Any) -> Config:
-    """GALA-A2C: gossiping A2C learners (GALA, arguments of its public code): a directed ring, mixed after every update,
-    16 simulators each, n = 5, RMSProp 7e-4 times the root of all simulators over 16, no start decorrelation. Ours:
-    10M env steps (25M and 40M).
+    """GALA-A2C: A2C learners that gossip, for several cores.
+
+    Images: GALA, arguments of its public code: a directed ring, mixed after every update, 16 simulators each, n = 5,
+    RMSProp 7e-4 times the root of all simulators over 16, no start decorrelation. Ours: 10M env steps (25M and 40M).
     """
     image = {
         "env.num_envs": 16,
@@ -109,28 +116,33 @@ def gala_a2c(env: Part = "Pong-v5", **overrides: Any) -> Config:
 
 
 def gala_ppo(env: Part = "Pong-v5", **overrides: Any) -> Config:
-    """Gossiping PPO learners, mixed once for each rollout: a combination that no paper has. Images: each learner has
-    half of `ppo`'s simulators and minibatches, so that each of two makes as many updates as `ppo` for the run's env
-    steps.
+    """PPO learners that gossip, for several cores.
+
+    They mix once for each rollout: a combination that no paper has. Images: each learner has half of `ppo`'s simulators
+    and minibatches, so that each of two makes as many updates as `ppo` for the run's env steps.
     """
     image = {"env.num_envs": 8, "ppo.batch_size": 1024, "ppo.minibatch_size": 128}
     return derive(ppo, "gala-ppo", env, overrides, {"exchange": "gossip", "learners": "auto"}, image)
 
 
 def bc(env: Part = "Hopper-v5", **overrides: Any) -> Config:
-    """Behavior cloning of a Minari data set (`bc.dataset`). The network is that of `ppo`, which can go on from it with
-    `init_from`. Ours: 100,000 env steps, each with 16 steps of the data.
+    """Behavior cloning of a Minari data set (`bc.dataset`).
+
+    The network is that of `ppo`, which can go on from it with `init_from`. Ours: 100,000 env steps, each with 16 steps
+    of the data.
     """
     common = {"algorithm": "bc", "steps": 100_000, "algo.entropy_coef": 0.0, "optim.max_grad_norm": 0.0}
     return derive(ppo, "bc", env, overrides, common)
 
 
 def a3c(env: Part = "LunarLander-v3", **overrides: Any) -> Config:
-    """A3C with GAE: lock-free workers of one simulator each (Christensen and Hansen): Adam with each worker's own
-    moments, FC256-FC256-LSTM256 shared by policy and value, or a small convolutional net before the LSTM. Vectors:
-    rewards times 0.01 as in the authors' code. Ours: longer unrolls and a faster, decaying learning rate; MountainCar's
-    actions repeated 6 times (4), observations normalized. Values learn lambda-returns (Algorithm 1: n-step returns).
-    `a3c-paper` has the paper's defaults.
+    """A3C with GAE and an LSTM: lock-free workers, for many cores.
+
+    Christensen and Hansen: workers of one simulator each, Adam with each worker's own moments, FC256-FC256-LSTM256
+    shared by policy and value, or a small convolutional net before the LSTM. Vectors: rewards times 0.01 as in the
+    authors' code. Ours: longer unrolls and a faster, decaying learning rate; MountainCar's actions repeated 6 times
+    (4), observations normalized. Values learn lambda-returns (Algorithm 1: n-step returns). `a3c-paper` has the paper's
+    defaults.
     """
     env = name_of("env.id", env)
     net = Model("mlp", (256, 256), core="lstm", core_size=256, forget_bias=0.0, share="yes")
@@ -176,10 +188,12 @@ def a3c(env: Part = "LunarLander-v3", **overrides: Any) -> Config:
 
 
 def a3c_paper(env: Part = "LunarLander-v3", **overrides: Any) -> Config:
-    """A3C with GAE as its paper has it: 64 workers, updates every 20 steps, lambda 1, no entropy bonus, Adam at 1e-4
-    without a schedule or clipping, rewards times 1e-3, the n-step return as the value's target (Algorithm 1), time
-    limits as ends. From the authors' code: gamma 0.99, value coefficient 0.25, MountainCar's actions repeated 4 times.
-    Ours: losses are means over the 20 steps, which Adam divides out; 10M env steps (280 to 3000 episodes a worker).
+    """A3C with the defaults of its paper, to compare with it.
+
+    Christensen and Hansen: 64 workers, updates every 20 steps, lambda 1, no entropy bonus, Adam at 1e-4 without a
+    schedule or clipping, rewards times 1e-3, the n-step return as the value's target (Algorithm 1), time limits as
+    ends. From the authors' code: gamma 0.99, value coefficient 0.25, MountainCar's actions repeated 4 times. Ours:
+    losses are means over the 20 steps, which Adam divides out; 10M env steps (280 to 3000 episodes a worker).
     """
     env = name_of("env.id", env)
     settings = {
@@ -197,16 +211,20 @@ def a3c_paper(env: Part = "LunarLander-v3", **overrides: Any) -> Config:
 
 
 def a3c_store(env: Part = "Pong-v5", **overrides: Any) -> Config:
-    """A3C with large batches and a central store (Accelerated Methods): A2C learners of 16 simulators that meet a
-    store of 3 chunks after every update; the learning rate does not grow with the learners.
+    """A2C learners on a central store, for several cores.
+
+    A3C with large batches (Accelerated Methods): learners of 16 simulators on images that meet a store of 3 chunks
+    after every update; the learning rate does not grow with the learners.
     """
     common = {"exchange": "store", "learners": "auto"}
     return derive(a2c, "a3c-store", env, overrides, common, {"env.num_envs": 16})
 
 
 def appo(env: Part = "Pong-v5", **overrides: Any) -> Config:
-    """APPO (Accelerated Methods, Appendix B): PPO learners of 8 simulators and horizon 256 on a central store, two
-    local Adam steps between updates of the store, weights polled every 64 steps, a quarter of PPO's rate, no schedule.
+    """APPO: PPO learners on a central store, for several cores.
+
+    Accelerated Methods, Appendix B: learners of 8 simulators and horizon 256, two local Adam steps between updates of
+    the store, weights polled every 64 steps, a quarter of PPO's rate, no schedule.
     """
     common = {
         "exchange": "store",

@@ -14,11 +14,13 @@ from coterie.runs.objects import name_of
 
 
 def dqn(env: Part = "Pong-v5", **overrides: Any) -> Config:
-    """DQN (Accelerated Methods and its code): 32 simulators, batches of 32, each env step trained on 8 times, RMSProp,
+    """DQN with a replay, for discrete actions and slow envs.
+
+    Images: Accelerated Methods and its code: 32 simulators, batches of 32, each env step trained on 8 times, RMSProp,
     target network every 10,000 env steps, epsilon from 1 to 0.1 over a million, 10M env steps (the paper 50M). Vectors:
-    our own, double and three-step; rewards of CartPole, Acrobot and MountainCar times 0.1, of LunarLander 0.01, so that
-    most errors are below 1, where the Huber loss is quadratic. MountainCar explores for half of the run, since few
-    random episodes reach the flag.
+    our own, double and three-step, 8 envs; rewards of CartPole, Acrobot and MountainCar times 0.1, of LunarLander 0.01,
+    so that most errors are below 1, where the Huber loss is quadratic. MountainCar explores for half of the run, since
+    few random episodes reach the flag.
     """
     env = name_of("env.id", env)
     return make(
@@ -53,17 +55,26 @@ def dqn(env: Part = "Pong-v5", **overrides: Any) -> Config:
 
 
 def dqn_512(env: Part = "Pong-v5", **overrides: Any) -> Config:
-    """DQN with batches of 512 (Accelerated Methods, Table 1): RMSProp at 7.5e-4."""
+    """DQN with batches of 512, for a GPU.
+
+    Images: Accelerated Methods, Table 1: RMSProp at 7.5e-4.
+    """
     return derive(dqn, "dqn-512", env, overrides, {"q.batch_size": 512}, {"optim.lr": 7.5e-4})
 
 
 def dqn_async(env: Part = "Pong-v5", **overrides: Any) -> Config:
-    """Four DQN learners with batches of 512 on a central store (Accelerated Methods, Table 2)."""
+    """Four DQN learners on a central store, for several cores.
+
+    Batches of 512: Accelerated Methods, Table 2.
+    """
     return derive(dqn_512, "dqn-async", env, overrides, {"exchange": "store", "learners": 4})
 
 
 def c51(env: Part = "Pong-v5", **overrides: Any) -> Config:
-    """Categorical DQN (C51): 51 returns from -10 to 10, Adam at 2.5e-4 with eps 0.01 / 32, epsilon to 0.01."""
+    """C51, categorical DQN: for returns of a known range.
+
+    Images: 51 returns from -10 to 10, Adam at 2.5e-4 with eps 0.01 / 32, epsilon to 0.01.
+    """
     env = name_of("env.id", env)
     image = {
         "q.epsilon_end": 0.01,
@@ -76,14 +87,19 @@ def c51(env: Part = "Pong-v5", **overrides: Any) -> Config:
 
 
 def c51_2048(env: Part = "Pong-v5", **overrides: Any) -> Config:
-    """Categorical DQN with batches of 2048 (Accelerated Methods, Table 1): Adam at 4.2e-4."""
+    """C51 with batches of 2048, for a GPU.
+
+    Images: Accelerated Methods, Table 1: Adam at 4.2e-4.
+    """
     image = {"env.num_envs": 64, "optim.lr": 4.2e-4, "optim.eps": 0.01 / 2048}
     return derive(c51, "c51-2048", env, overrides, {"q.batch_size": 2048}, image)
 
 
 def rainbow(env: Part = "Pong-v5", **overrides: Any) -> Config:
-    """Epsilon-Rainbow (code of Accelerated Methods): double, dueling, prioritized (0.5, 0.4 to 1), three-step,
-    categorical, without noisy layers; Adam at 6.25e-5 with eps 0.005 / 32, target network every 8,000 env steps.
+    """Rainbow without noisy layers, for few env steps.
+
+    Epsilon-Rainbow of the code of Accelerated Methods: double, dueling, prioritized (0.5, 0.4 to 1), three-step,
+    categorical. Images: Adam at 6.25e-5 with eps 0.005 / 32, target network every 8,000 env steps.
     """
     image = {
         "model": Model(torso="nature-conv"),
@@ -98,18 +114,22 @@ def rainbow(env: Part = "Pong-v5", **overrides: Any) -> Config:
 
 
 def rainbow_512(env: Part = "Pong-v5", **overrides: Any) -> Config:
-    """Epsilon-Rainbow with batches of 512 (Accelerated Methods, Table 1): eps 0.005 / 512, and Adam's rate as for
-    batches of 32 (A.3: "without scaling the learning rate").
+    """Rainbow with batches of 512, for a GPU.
+
+    Images: Accelerated Methods, Table 1: eps 0.005 / 512, and Adam's rate as for batches of 32 (A.3: "without scaling
+    the learning rate").
     """
     image = {"optim.eps": 0.005 / 512}
     return derive(rainbow, "rainbow-512", env, overrides, {"q.batch_size": 512}, image)
 
 
 def apex_dqn(env: Part = "Pong-v5", **overrides: Any) -> Config:
-    """Ape-X (Horgan et al. 2018): decoupled actors, an epsilon for each env, 0.4^(1 + 7 i / (N - 1)), first
-    priorities (0.6, 0.4) from the actors' values, double, dueling, three-step, batches of 512. As `dqn-512`, not as the
-    paper: a replay of a million env steps (two), the target network every 10,000 env steps, 156 updates (2,500). Ours:
-    RMSProp is not centered.
+    """Ape-X: DQN with actors and priorities, for several cores.
+
+    Horgan et al. 2018: decoupled actors, an epsilon for each env, 0.4^(1 + 7 i / (N - 1)), first priorities (0.6, 0.4)
+    from the actors' values, double, dueling, three-step, batches of 512. As `dqn-512`, not as the paper: a replay of a
+    million env steps (two), the target network every 10,000 env steps, 156 updates (2,500). Ours: RMSProp is not
+    centered.
     """
     common = {
         "acting": "decoupled",
@@ -133,7 +153,9 @@ def apex_dqn(env: Part = "Pong-v5", **overrides: Any) -> Config:
 
 
 def seed_r2d2(env: Part = "Pong-v5", **overrides: Any) -> Config:
-    """R2D2 with central inference (SEED RL, gcp/train_atari.sh): sequences of 80 after a burn-in of 40, 64 in a batch,
+    """R2D2: DQN with an LSTM, for envs that need memory.
+
+    Images: SEED RL (gcp/train_atari.sh), with central inference: sequences of 80 after a burn-in of 40, 64 in a batch,
     each env step trained on 0.75 times, priorities (0.9, 0.6), n = 5, gamma 0.997, an epsilon for each env, 0.4^(1 to
     8), TensorFlow's Adam at 1e-4; the losses of a sequence's 80 steps are means here, which its eps and clip follow.
     First priorities by the values that acted. All 18 actions, lives and rewards as they are, and the paper's 40 billion
@@ -183,9 +205,11 @@ def seed_r2d2(env: Part = "Pong-v5", **overrides: Any) -> Config:
 
 
 def sac(env: Part = "Hopper-v5", **overrides: Any) -> Config:
-    """Soft actor-critic (Haarnoja et al. 2018, arXiv 1812.05905, appendix D): two hidden layers of 256, batches of 256,
-    Adam at 3e-4, tau 0.005, one optimizer step for each env step, a replay of a million, a learned temperature. Random
-    actions for 10,000 env steps, as Stable-Baselines3's zoo. Ours: 4 envs, 16 env steps between the optimizer steps.
+    """Soft actor-critic, for continuous actions and slow envs.
+
+    Haarnoja et al. 2018, arXiv 1812.05905, appendix D: two hidden layers of 256, batches of 256, Adam at 3e-4, tau
+    0.005, one optimizer step for each env step, a replay of a million, a learned temperature. Random actions for 10,000
+    env steps, as Stable-Baselines3's zoo. Ours: 4 envs, 16 env steps between the optimizer steps.
     """
     continuous = {
         "env.num_envs": envs(env, 4),

@@ -11,7 +11,9 @@ from coterie.runs.objects import name_of
 
 
 def impala(env: Part = "Pong-v5", **overrides: Any) -> Config:
-    """IMPALA (Table G.1): decoupled actors with as many simulators as keep the cores busy, V-trace, losses summed over
+    """IMPALA: actors that never wait, for many cores and slow envs.
+
+    Images: Table G.1: decoupled actors with as many simulators as keep the cores busy, V-trace, losses summed over
     batches of 32 rollouts of 20 steps, RMSProp with eps 0.01 inside the root, gradients clipped to 40; feed-forward on
     four frames. Ours: GALA's net in the place of the shallow one, 10M env steps (50M), no population-based training, no
     single run of all DMLab-30 tasks. For a few million env steps on two cores these rates are slow: the page of results
@@ -64,14 +66,19 @@ def impala(env: Part = "Pong-v5", **overrides: Any) -> Config:
 
 
 def impala_deep(env: Part = "Pong-v5", **overrides: Any) -> Config:
-    """IMPALA with its ResNet of 15 convolutions (Figure 3, right)."""
+    """IMPALA with a deep network for images, for a GPU.
+
+    The ResNet of 15 convolutions (Figure 3, right).
+    """
     return derive(impala, "impala-deep", env, overrides, {}, {"model.torso": "impala"})
 
 
 def seed_vtrace(env: Part = "Pong-v5", **overrides: Any) -> Config:
-    """SEED RL with V-trace (gcp/train_dmlab_explore_goal_locations_small.sh): env hosts without a policy, unrolls of
-    100 in batches of 32, mean losses, Adam without momentum, rewards clipped to [-1, 1], the ResNet. Left out: the KL
-    penalty. Vectors and continuous control: our settings for IMPALA.
+    """SEED RL with V-trace: central inference, for a GPU.
+
+    Images: gcp/train_dmlab_explore_goal_locations_small.sh: env hosts without a policy, unrolls of 100 in batches of
+    32, mean losses, Adam without momentum, rewards clipped to [-1, 1], the ResNet. Left out: the KL penalty. Vectors
+    and continuous control: our settings for IMPALA.
     """
     image = {
         "env.num_envs": envs(env, 64),
@@ -88,9 +95,11 @@ def seed_vtrace(env: Part = "Pong-v5", **overrides: Any) -> Config:
 
 
 def seed_football(env: Part = "gfootball/11_vs_11_hard_stochastic-v1", **overrides: Any) -> Config:
-    """SEED RL on Google Research Football (gcp/train_football_scoring.sh, and train_football_checkpoints.sh where
-    `env.kwargs` asks for the checkpoint reward): V-trace on unrolls of 32 in batches of 32, rewards as they are, Keras'
-    Adam at a fixed rate, a ResNet of four stages. One frame on EnvPool; the paper's four by examples/envs/football.py.
+    """SEED RL with V-trace, for Google Research Football.
+
+    Images: gcp/train_football_scoring.sh, and train_football_checkpoints.sh where `env.kwargs` asks for the checkpoint
+    reward: unrolls of 32 in batches of 32, rewards as they are, Keras' Adam at a fixed rate, a ResNet of four stages.
+    One frame on EnvPool; the paper's four by examples/envs/football.py.
     """
     checkpoints = "checkpoints" in flat(overrides).get("env.kwargs", "")
     lr, entropy, gae_lambda = (1.2542e-4, 7.3309e-4, 1.0) if checkpoints else (5.5339e-5, 3.1948e-5, 0.9)

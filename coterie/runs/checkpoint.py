@@ -105,9 +105,8 @@ def _writing(root: Path, draft: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        name = draft.name.removeprefix(".draft-")
-        what = f"checkpoint {root / name}" if name.startswith("step_") else f"a checkpoint in {root}"
-        raise CoterieError(f"{what} cannot be written: {damage_of(error)}") from None
+        path = root / draft.name.removeprefix(".draft-") if "step_" in draft.name else f"in {root}"
+        raise CoterieError(f"checkpoint {path} cannot be written: {damage_of(error)}") from None
 
 
 def load(path: Path, seconds: float = 450.0) -> tuple[Tensors, dict[str, Any]]:

@@ -94,6 +94,13 @@ def write_whole(path: Path, data: str | bytes, durable: bool = True) -> None:
         draft.unlink(missing_ok=True)
 
 
+def discard(folder: Path, *names: str) -> None:
+    """Remove files of a folder, those that can be."""
+    for name in names:
+        with suppress(OSError):
+            (folder / name).unlink()
+
+
 def sync(path: Path) -> None:
     """Write a file or a folder's names through to the disk."""
     handle = os.open(path, os.O_RDONLY)

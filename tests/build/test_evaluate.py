@@ -18,12 +18,12 @@ from coterie.cli.main import main
 from coterie.envs.spaces import obs_fields
 from coterie.tools.watch import watch
 from coterie.types import ConfigError
-from tests.launch.test_session import tiny
+from tests.support.runs import small_ppo
 
 
 def test_evaluation_counts_whole_episodes_and_stops_at_its_step_budget(tmp_path):
     out = tmp_path / "run"
-    coterie.train(tiny(out, steps=100), quiet=True)
+    coterie.train(small_ppo(out, steps=100), quiet=True)
     greedy = [evaluate_run(out, episodes=20, seed=s) for s in (1, 1, 2)]
     assert greedy[0] == greedy[1]
     assert greedy[0]["returns"] != greedy[2]["returns"]
@@ -63,7 +63,7 @@ class Scaled(gymnasium.Env):
 def test_a_policy_plays_in_other_envs_with_the_same_spaces(tmp_path, capsys):
     out, scale = tmp_path / "run", {"env.kwargs": {"scale": 5.0}}
     limit = {"eval.max_episode_steps": 4}
-    coterie.train(tiny(out, steps=100, env=Scaled, **{"env.kwargs": {"scale": 2.0}}, **limit), quiet=True)
+    coterie.train(small_ppo(out, steps=100, env=Scaled, **{"env.kwargs": {"scale": 2.0}}, **limit), quiet=True)
     for new, score in (({}, 8), (scale, 20), (scale | {"env.max_episode_steps": 3}, 15)):
         assert evaluate_run(out, episodes=3, **new)["mean_return"] == score
     other = {"env": partial(Scaled, scale=5.0), "env.kwargs": {}}
@@ -83,18 +83,20 @@ def test_a_policy_plays_in_other_envs_with_the_same_spaces(tmp_path, capsys):
     assert watch(out, **drawn)[1:] == (5.0, 6)
     with pytest.raises(ConfigError, match=r"give each array a first axis: np.asarray\(x\)\[None\]"):
         load(out)({"a": np.zeros(2), "b": 1})
+    with pytest.raises(ConfigError, match=r"^obs: a dict with keys a, b is needed, not an array$"):
+        load(out)(np.zeros((1, 2)))
+    with pytest.raises(ConfigError, match=r"^obs: 'b' is missing$"):
+        load(out)({"a": np.zeros((1, 2))})
 
 
 def test_a_recurrent_policy_outside_of_training_keeps_and_resets_its_state(tmp_path):
     out = tmp_path / "run"
-    coterie.train(tiny(out, steps=100, **{"model.core": "lstm", "model.core_size": 8}), quiet=True)
+    coterie.train(small_ppo(out, steps=100, **{"model.core": "lstm", "model.core_size": 8}), quiet=True)
     policy = load(out, 0)
     obs = torch.randn(3, 4).numpy()
-    with pytest.raises(
-        ConfigError, match=r"^obs: a batch of \(4,\) is needed, not \(4,\); for one env, give obs\[None\]"
-    ):
+    with pytest.raises(ConfigError, match=r"^obs: \[B, 4\] is needed, not \[4\]; for one env give obs\[None\]$"):
         policy(obs[0])
-    with pytest.raises(ConfigError, match=r"^obs: a batch of \(4,\) is needed, not \(3, 3\)$"):
+    with pytest.raises(ConfigError, match=r"^obs: \[B, 4\] is needed, not \[3, 3\]$"):
         policy(obs[:, :3])
     with pytest.raises(ConfigError, match=r"^episodes: 0 must be at least 1"):
         evaluate_run(out, episodes=0)
@@ -117,7 +119,7 @@ def test_a_recurrent_policy_outside_of_training_keeps_and_resets_its_state(tmp_p
 def test_watch_writes_a_video_of_real_frames(tmp_path, env, size):
     changes = {"env.num_envs": 2, "env.decorrelate": 0, "env.max_episode_steps": 40, "ppo.minibatch_size": 16}
     changes |= {"ppo.batch_size": 0, "algo.unroll_length": 8}
-    coterie.train(tiny(tmp_path / "run", env=env, steps=10, **changes), quiet=True)
+    coterie.train(small_ppo(tmp_path / "run", env=env, steps=10, **changes), quiet=True)
     path, score, frames = watch(tmp_path / "run")
     with imageio.get_reader(path) as reader:
         film = list(reader.iter_data())
@@ -132,7 +134,7 @@ def test_watch_draws_a_vector_env_that_gymnasium_can_make_alone_and_refuses_othe
     changes = {"env.num_envs": 2, "env.backend": "vector", "algo.unroll_length": 8, "ppo.batch_size": 0}
     changes |= {"ppo.minibatch_size": 16, "steps": 20}
     for name, env in (("id", "CartPole-v1"), ("class", CartPoleVectorEnv)):
-        coterie.train(tiny(tmp_path / name, env=env, **changes), quiet=True)
+        coterie.train(small_ppo(tmp_path / name, env=env, **changes), quiet=True)
     assert watch(tmp_path / "id")[2] > 5
     with pytest.raises(ConfigError, match=r"^env\.backend: frames cannot be drawn with vector"):
         watch(tmp_path / "class")

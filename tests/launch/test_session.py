@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import signal
 import time
 from pathlib import Path
 
@@ -20,26 +18,21 @@ from coterie.acting import inline
 from coterie.algorithms import a2c
 from coterie.build.resources import resolve_config
 from coterie.cli.main import main
-from coterie.launch import session
 from coterie.replay import storage
 from coterie.roles import learner_process
 from coterie.roles.learner_process import LearnerProcess
 from coterie.runs import checkpoint
-from coterie.runs.config_io import load_config, replace, save_config
+from coterie.runs.config_io import load_config
 from coterie.runs.metrics import read_metrics
 from coterie.types import ConfigError, CoterieError
 from tests.conftest import make_config
-from tests.support.runs import ENDLESS, arguments, check_rows, last_checkpoint, read_summary
-
-
-def tiny(out: Path, env: str = "CartPole-v1", **changes: object):
-    changes = {"steps": 3000, "out": str(out), "log.tensorboard": False, "log.every": 0.0, **changes}
-    return presets.ppo(env=env, **changes)
+from tests.support.runs import ENDLESS, arguments, check_rows, last_checkpoint, read_summary, small_ppo
 
 
 def test_a_run_leaves_its_summary_metrics_scores_and_best_checkpoint(tmp_path):
     out = tmp_path / "run"
-    summary = coterie.train(tiny(out, **{"eval.every": 1000, "eval.episodes": 3, "log.tensorboard": True}), quiet=True)
+    config = small_ppo(out, **{"eval.every": 1000, "eval.episodes": 3, "log.tensorboard": True})
+    summary = coterie.train(config, quiet=True)
     assert read_summary(out) == json.loads(json.dumps(summary))
     assert summary["status"] == "finished"
     assert summary["env_steps"] >= 3000
@@ -87,7 +80,7 @@ def test_a_learner_that_cannot_be_made_leaves_nothing_behind(monkeypatch, where)
 
 @pytest.mark.parametrize(("exchange", "alone"), [("gossip", True), ("store", True), ("solo", False)])
 def test_a_run_whose_exchange_is_alone_says_so(tmp_path, capfd, exchange, alone):
-    coterie.train(tiny(tmp_path / "run", exchange=exchange, learners=1), quiet=False)
+    coterie.train(small_ppo(tmp_path / "run", exchange=exchange, learners=1), quiet=False)
     line = f"exchange {exchange} has one learner, so it changes nothing: --learners N for more"
     assert (line in capfd.readouterr().out) == alone
     assert (line in (tmp_path / "run" / "log.txt").read_text()) == alone
@@ -106,7 +99,7 @@ def test_settings_without_effect_are_named_where_they_are_given_from_python(tmp_
 def test_the_same_seed_gives_the_same_weights_with_evaluations_too(tmp_path):
     digests = []
     for i, changes in enumerate(({}, {}, {"eval.every": 700, "eval.episodes": 2}, {"seed": 1})):
-        digests.append(coterie.train(tiny(tmp_path / str(i), **changes), quiet=True)["digest"])
+        digests.append(coterie.train(small_ppo(tmp_path / str(i), **changes), quiet=True)["digest"])
     assert digests[0] == digests[1] == digests[2]
     assert digests[3] != digests[0]
 
@@ -160,7 +153,7 @@ def test_a_killed_run_is_resumed_with_all_its_state(command):
 
 def test_a_run_with_a_damaged_checkpoint_is_resumed_from_an_earlier_one_where_that_is_asked_for(tmp_path, capfd):
     out = tmp_path / "run"
-    coterie.train(tiny(out, **{"log.checkpoint_every": 0.0}), quiet=True)
+    coterie.train(small_ppo(out, **{"log.checkpoint_every": 0.0}), quiet=True)
     *_, earlier, last = sorted((out / "checkpoints").glob("step_*"))
     (last / "learner_0" / "model.safetensors").write_bytes(b"")
     command = ["resume", str(out), "--steps", "3000"]
@@ -180,7 +173,7 @@ def test_a_nan_stops_the_run_names_the_loss_and_keeps_the_last_checkpoint(tmp_pa
     out, real = tmp_path / "run", a2c.gae
     factors = iter([1.0, math.nan])
     monkeypatch.setattr(a2c, "gae", lambda *args: (real(*args)[0] * next(factors), real(*args)[1]))
-    config = tiny(out, **{"algo.normalize_advantage": False, "log.checkpoint_every": 0.0})
+    config = small_ppo(out, **{"algo.normalize_advantage": False, "log.checkpoint_every": 0.0})
     with pytest.raises(CoterieError, match=r"^policy_loss is not finite at learner step \d+"):
         coterie.train(config, quiet=True)
     summary = read_summary(out)
@@ -188,74 +181,6 @@ def test_a_nan_stops_the_run_names_the_loss_and_keeps_the_last_checkpoint(tmp_pa
     assert "policy_loss nan" in summary["reason"]
     tensors, _ = last_checkpoint(out)
     assert all(torch.isfinite(x).all() for x in tensors["learner_0/model"].values())
-
-
-def test_a_folder_that_holds_a_run_cannot_be_written_or_had_another_env_is_refused(tmp_path):
-    out, blocked = tmp_path / "run", tmp_path / "file"
-    coterie.train(tiny(out, steps=100), quiet=True)
-    with pytest.raises(ConfigError, match=r"^out: .* already holds a run; go on with `coterie resume"):
-        coterie.train(tiny(out, steps=100), quiet=True)
-    save_config(out / "config.json", replace(load_config(out / "config.json"), {"env": "Acrobot-v1"}))
-    with pytest.raises(ConfigError, match=r": observation float32 \(4,\) in the run, float32 \(6,\) now; 2 actions in"):
-        coterie.resume(out, steps=9000, quiet=True)
-    blocked.write_text("")
-    with pytest.raises(ConfigError, match=r"^out: cannot write to"):
-        coterie.train(tiny(blocked / "run"), quiet=True)
-    with pytest.raises(ConfigError, match=r"^config: 'ppo' is not a Config; coterie\.presets\.ppo"):
-        coterie.train("ppo", quiet=True)
-
-
-@pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
-def test_a_signal_stops_the_script_around_the_run(tmp_path, number, raised):
-    class Stops(coterie.Callback):
-        sent = False
-
-        def on_rollout(self, run):
-            if not self.sent:  # a second one stops the run without a checkpoint
-                os.kill(os.getpid(), number)
-            self.sent = True
-
-    with pytest.raises(raised) as error:
-        coterie.train(tiny(tmp_path / "run", steps=10**9), callbacks=Stops(), quiet=True)
-    if number == signal.SIGINT:
-        assert str(error.value) == f"SIGINT: checkpoint written; go on with coterie.resume('{tmp_path}/run')"
-    else:
-        assert error.value.code == 75
-    assert read_summary(tmp_path / "run")["status"] == "interrupted"
-    assert last_checkpoint(tmp_path / "run")[1]["env_steps"] > 0
-
-
-def test_the_folder_of_a_run_that_could_not_start_can_be_used(tmp_path, monkeypatch):
-    def fail(*args, **kwargs):
-        raise CoterieError("log.wandb: no API key")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("coterie.launch.coordinator.RunWriter", fail)
-        with pytest.raises(CoterieError, match="no API key"):
-            coterie.train(tiny(tmp_path / "run"), quiet=True)
-    assert {path.name for path in (tmp_path / "run").iterdir()} <= {".lock"}
-    with monkeypatch.context() as patch:
-        patch.setattr(LearnerProcess, "run", fail)
-        with pytest.raises(CoterieError, match="no API key"):
-            coterie.train(tiny(tmp_path / "run"), quiet=True)
-    with pytest.raises(ConfigError, match=r"already holds a run; it has no checkpoint: remove it, or name another"):
-        coterie.train(tiny(tmp_path / "run"), quiet=True)
-    with pytest.raises(ConfigError, match=r"^RUN: .*/run has no complete checkpoint to resume from"):
-        coterie.resume(tmp_path / "run", quiet=True)
-
-
-def test_a_run_that_another_process_has_just_begun_is_left_alone(tmp_path, monkeypatch):
-    prepare, out = session._prepare, tmp_path / "run"
-
-    def late(*args):
-        out.mkdir()
-        (out / "config.json").write_text("another's")
-        return prepare(*args)
-
-    monkeypatch.setattr(session, "_prepare", late)
-    with pytest.raises(ConfigError, match="already holds a run"):
-        coterie.train(tiny(out), quiet=True)
-    assert (out / "config.json").read_text() == "another's"
 
 
 def test_replaced_envs_are_counted_and_their_reasons_logged(tmp_path):
@@ -302,7 +227,7 @@ def test_a_run_in_which_nothing_moves_ends_with_the_reason(command):
 
 def test_a_run_says_what_it_goes_on_from_and_what_is_lost(tmp_path, capsys):
     out = tmp_path / "run"
-    coterie.train(tiny(out, steps=100), quiet=True)
+    coterie.train(small_ppo(out, steps=100), quiet=True)
     made = read_summary(out)["env_steps"]
     with (out / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"env_steps": made + 1234}) + "\n")
@@ -321,4 +246,4 @@ def test_a_run_that_ends_before_its_replay_is_filled_says_so(tmp_path, capsys):
 def test_rollouts_that_do_not_fit_into_memory_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "machine_memory", lambda: 10_000)
     with pytest.raises(ConfigError, match=r"algo\.unroll_length: rollouts of 2,064 observations need 0\.0 GiB"):
-        coterie.train(tiny(tmp_path / "run"), quiet=True)
+        coterie.train(small_ppo(tmp_path / "run"), quiet=True)

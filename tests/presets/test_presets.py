@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,16 @@ from coterie.envs.make import make_spec
 from coterie.types import ConfigError
 
 SCENARIO = "gfootball/11_vs_11_hard_stochastic-v1"
+
+
+@pytest.mark.parametrize("name", presets.PRESETS)
+def test_the_first_line_about_a_preset_is_all_that_a_list_shows(name):
+    first, blank, more = (presets.PRESETS[name].__doc__ or "").split("\n", 2)
+    assert first.endswith(".")
+    assert len(first) <= 65  # `coterie list presets` has 64 columns for it on a terminal of 80, and leaves out the dot
+    assert ". " not in first
+    assert not blank
+    assert re.match(r" +[A-Z]", more)  # which is where the list ends its sentence
 
 
 def test_seed_football_is_the_papers_setting_for_scoring():

@@ -25,9 +25,8 @@ from coterie.runs.manifest import _seal
 from coterie.runs.trust import code_of
 from coterie.tools.report.dashboard import Live
 from coterie.types import ConfigError
-from tests.launch.test_session import tiny
 from tests.plugins.page import ROOT
-from tests.support.runs import last_line
+from tests.support.runs import last_line, small_ppo
 from tests.tools.report.recorded import record
 
 HOSTILE = "import pathlib\npathlib.Path(__file__).with_name('ran').touch()\n"
@@ -47,7 +46,7 @@ SMALL = ("--steps", "300", "--env.num-envs", "4", "--log.tensorboard", "False", 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("trained") / "run"
-    coterie.train(tiny(folder, steps=100), quiet=True)
+    coterie.train(small_ppo(folder, steps=100), quiet=True)
     return folder
 
 

@@ -76,6 +76,11 @@ def tiny(out: Path, exchange: str, **changes: object) -> Config:
     return presets.a2c(env="CartPole-v1", **{**fields, "out": str(out), "exchange": exchange, **changes})
 
 
+def small_ppo(out: Path, env: str = "CartPole-v1", **changes: object) -> Config:
+    changes = {"steps": 3000, "out": str(out), "log.tensorboard": False, "log.every": 0.0, **changes}
+    return presets.ppo(env=env, **changes)
+
+
 def read_summary(out: Path) -> dict[str, Any]:
     return json.loads((out / "summary.json").read_text())
 

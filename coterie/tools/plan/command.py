@@ -107,12 +107,11 @@ def _about(config: Config, services: Services, h: Hardware) -> str:
     beside = f"; hosts: {h.hosts} of {h.host_cores} cores" if h.hosts else ""
     beside += f"; {1e3 * h.latency:g} ms apart" if h.hosts or h.machines > 1 else ""
     c = services.costs
+    env, act, train = (f"{1e6 * line.each:.1f} (+ {1e6 * line.fixed:.0f} a call)" for line in (c.env, c.act, c.train))
     return (
         f"{config.preset} on {config.env.id}; {counted(h.machines, 'machine')} of learners: {h.cores} cores, "
         f"{h.gpus} GPUs{beside}\n"
-        f"core-us for each env step, all cores busy: env {1e6 * c.env.each:.1f}, forward {1e6 * c.act.each:.1f} "
-        f"(+ {1e6 * (c.act.fixed + c.env.fixed):.0f} a call), training {1e6 * c.train.each:.1f} a sample "
-        f"(+ {1e6 * c.train.fixed:.0f} a part)"
+        f"core-us of a step or sample, all cores busy: env {env}, forward {act}, training {train}"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E6
 _DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 HEAD = ("label", "x", "y", "low", "high")
+_CHARACTERS, _ROW = 78, 0.17  # in the width of a legend, and inches of each of its rows
 _HATCHES = ("", "//", "..", "xx", "\\\\", "--", "oo")
 
 
@@ -73,12 +75,15 @@ def lines(
     title: str, series: Sequence[Line], x: str, y: str, text: str = "", log_y: bool = False, log_x: bool = False
 ) -> Chart:
     """Curves on common axes; `x` and `y` are the axes' labels, with units."""
-    with _canvas(title, x, y) as (axes, drawn):
+    names = [textwrap.fill(line.label, _CHARACTERS) for line in series]
+    columns = max(1, min(3, _CHARACTERS // (8 + max(map(len, names), default=0))))  # 8: the line before a name
+    rows_below = sum(1 + name.count("\n") for name in names) / columns if len(names) > 1 else 0
+    with _canvas(title, x, y, height=3.4 + _ROW * rows_below) as (axes, drawn):
         styles = zip(cycle(COLORS), cycle(_DASHES), cycle(_MARKERS), strict=False)
-        for line, (color, dash, marker) in zip(series, styles, strict=False):
+        for line, name, (color, dash, marker) in zip(series, names, styles, strict=False):
             each = max(1, len(line.x) // 8)
             style = {"color": color, "linestyle": dash, "marker": marker, "markevery": each, "markersize": 4}
-            axes.plot(line.x, line.y, label=line.label, linewidth=1.6, **style)
+            axes.plot(line.x, line.y, label=name, linewidth=1.6, **style)
             if line.low is not None and line.high is not None and np.isfinite(line.low).any():
                 axes.fill_between(line.x, line.low, line.high, color=color, alpha=0.18, linewidth=0)
         axes.grid(alpha=0.3)
@@ -91,7 +96,7 @@ def lines(
             axes.set_xticks(ticks, [f"{at:g}" for at in ticks])
             axes.minorticks_off()
         if len(series) > 1:
-            axes.legend(fontsize=8, framealpha=0.8)
+            axes.figure.legend(fontsize=8, loc="outside lower center", ncols=columns, frameon=False)
     ends = "; ".join(f"{line.label} ends at {line.y[-1]:.4g}" for line in series if len(line.y))
     rows = []
     for line in series:
@@ -145,12 +150,14 @@ def heatmap(title: str, table: Array, rows: Sequence[str], columns: Sequence[str
 
 def intervals(title: str, rows: Sequence[tuple[str, float, float, float]], x: str, text: str = "") -> Chart:
     """A dot with its interval for each `(label, value, low, high)`; NaN ends draw no interval."""
-    with _canvas(title, x, "method", height=0.9 + 0.35 * len(rows)) as (axes, drawn):
+    names = [textwrap.fill(row[0], 36) for row in rows]
+    height = sum(0.2 + 0.15 * (1 + name.count("\n")) for name in names)
+    with _canvas(title, x, "method", height=0.9 + height) as (axes, drawn):
         styles = zip(cycle(COLORS), cycle(_MARKERS), strict=False)
         for i, ((_, value, low, high), (color, marker)) in enumerate(zip(rows, styles, strict=False)):
             axes.plot([low, high], [i, i], color=color, linewidth=6, alpha=0.35, solid_capstyle="butt")
             axes.plot([value], [i], marker=marker, color=color, linestyle="")
-        axes.set_yticks(range(len(rows)), [row[0] for row in rows])
+        axes.set_yticks(range(len(rows)), names)
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.grid(alpha=0.3, axis="x")
     return Chart(title, drawn.svg, text, [(label, "", *numbers) for label, *numbers in rows])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -107,23 +108,41 @@ def differences(runs: Sequence[RecordedRun]) -> dict[str, list[Any]]:
 
 
 def methods(runs: Sequence[RecordedRun]) -> list[Method]:
-    """Runs grouped by their settings, each group named by its preset and the options in which it differs from others
-    of that preset. Different envs do not make different methods.
+    """Runs grouped by their settings, each group named by its preset and as few options as tell it from others of that
+    preset. Different envs do not make different methods.
     """
     differ = {name: values for name, values in differences(runs).items() if name != "env.id"}
     groups: dict[str, list[int]] = {}
     for i, run in enumerate(runs):
         key = {"preset": run.preset, **{name: values[i] for name, values in differ.items()}}
         groups.setdefault(json.dumps(key, sort_keys=True, default=str), []).append(i)
-    presets = [runs[group[0]].preset for group in groups.values()]
-    found = []
-    for group, preset in zip(groups.values(), presets, strict=True):
-        alike = [i for i, run in enumerate(runs) if run.preset == preset]
-        names = [name for name, values in differ.items() if any(values[i] != values[alike[0]] for i in alike)]
-        options = ", ".join(f"{name} {option_text(differ[name][group[0]])}" for name in names)
-        apart = options and presets.count(preset) > 1
-        found.append(Method(f"{preset} ({options})" if apart else preset, [runs[i] for i in group]))
-    return found
+    labels: dict[int, str] = {}
+    firsts = [group[0] for group in groups.values()]
+    for preset in dict.fromkeys(runs[i].preset for i in firsts):
+        alike = [i for i in firsts if runs[i].preset == preset]
+        texts = {name: [option_text(values[i]) for i in alike] for name, values in differ.items()}
+        labels |= zip(alike, _labels(preset, len(alike), texts), strict=True)
+    return [Method(labels[group[0]], [runs[i] for i in group]) for group in groups.values()]
+
+
+def _labels(preset: str, count: int, options: dict[str, list[str]]) -> list[str]:
+    """Names of the methods of a preset, by the options that tell the most of them apart. Where that takes more than
+    three options, each name has only those whose value is not the commonest one.
+    """
+    chosen: list[str] = []
+    rows: list[tuple[str, ...]] = [()] * count
+    while len(set(rows)) < count and len(chosen) < len(options):
+        best = max(options, key=lambda name: len(set(zip(rows, options[name], strict=True))))
+        chosen.append(best)
+        rows = [(*row, text) for row, text in zip(rows, options[best], strict=True)]
+    usual = {name: Counter(texts).most_common(1)[0][0] for name, texts in options.items()}
+    labels = []
+    for i in range(count):
+        unusual = [name for name, texts in options.items() if texts[i] != usual[name]]
+        shown = chosen if len(chosen) <= 3 else [name for name in chosen if name in unusual] or unusual[:3]
+        told = ", ".join(f"{name} {options[name][i] or 'empty'}" for name in shown)
+        labels.append(f"{preset} ({told})" if told else preset)
+    return labels
 
 
 def option_text(value: Any) -> str:

@@ -193,6 +193,13 @@ def test_plan_with_the_same_seed_prints_the_same_json(given, capsys):
     assert capsys.readouterr().out != outs[0]
 
 
+def test_plan_prints_the_fixed_cost_of_each_part(tmp_path, capsys):
+    save(services(costs=replace(COSTS, env=replace(COSTS.env, fixed=0.339))), tmp_path / "slow.json")
+    assert main([*PLAN, "--services", str(tmp_path / "slow.json"), *SHORT[1:]]) == 0
+    costs = "env 10000.0 (+ 339000 a call), forward 1000.0 (+ 2000 a call), training 2000.0 (+ 3000 a call)\n"
+    assert costs in capsys.readouterr().out
+
+
 def test_plan_says_which_measurements_were_too_noisy(tmp_path, capsys):
     noisy = replace(COSTS, act=fit([(1, 4, 1.2), (1, 16, 0.8)]), train=fit([(1, 4, 0.7), (1, 16, 0.72)]))
     save(services(costs=noisy), tmp_path / "noisy.json")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from coterie.cli.main import main
-from coterie.tools.report.charts import Line, lines
+from coterie.tools.report.charts import Line, intervals, lines
 from coterie.tools.report.page import of_runs
 from coterie.tools.report.runs import read_run
 from tests.support.http import BROWSER, needs_browser
@@ -121,6 +121,22 @@ def test_no_two_lines_of_a_chart_share_dash_and_marker():
     assert len(drawn) == len(set(drawn)) == 8
     assert explained == drawn
     assert [text for group in groups(legend, "text") for text in texts(group)] == names
+
+
+def test_long_names_are_wrapped_and_a_legend_is_below_the_plot():
+    """pytest's settings make matplotlib's warning about a plot without room an error."""
+    name = "ppo (" + ", ".join(f"model.torso number{k}:Torso" for k in range(9)) + ")"
+    x = np.arange(20.0)
+    svg = ET.fromstring(lines("long", [Line(f"{k} {name}", x, x + k) for k in range(6)], "env steps", "return").svg)
+    legend, plot = next(g for g in svg.iter(f"{SVG}g") if g.get("id") == "legend_1"), next(svg.iter(f"{SVG}rect"))
+    at = [float(re.search(r"translate\(\S+ (\S+)\)", e.get("transform"))[1]) for e in legend.iter(f"{SVG}text")]
+    assert len(at) > 20
+    assert float(plot.get("y")) + float(plot.get("height")) < min(at)
+    assert max(at) < float(svg.get("viewBox").split()[3])
+    assert float(plot.get("height")) > 150
+    assert max(map(len, texts(legend))) <= 80
+    chart = intervals("long", [(f"{k} {name}", 1.0, 0.0, 2.0) for k in range(6)], "return")
+    assert max(map(len, texts(ET.fromstring(chart.svg)))) <= 40
 
 
 def test_a_comparison_page_has_every_part(page):

@@ -25,6 +25,18 @@ def test_seeds_are_one_method_and_settings_name_the_others(tmp_path):
     assert found[2].label == "a2c"
 
 
+def test_a_method_is_named_by_as_few_options_as_tell_it_from_others_of_its_preset(tmp_path):
+    record(tmp_path / "a", "ppo", model__hidden=(8,), algo__gamma=0.9, ppo__epochs=2)
+    for k, changes in enumerate(({"algo__gae_lambda": 0.5}, {"reward__scale": 0.5}, {"actors": 2}, {"learners": 2})):
+        record(tmp_path / f"b{k}", "ppo", **changes)
+    record(tmp_path / "c", "ppo", optim__lr=0.5, algo__gae_lambda=0.5)
+    labels = [m.label for m in methods(find_runs([str(tmp_path)]))]
+    assert labels == [
+        "ppo (model.hidden 8)", "ppo (algo.gae_lambda 0.5)", "ppo (reward.scale 0.5)", "ppo (actors 2)",
+        "ppo (learners 2)", "ppo (optim.lr 0.5)",
+    ]  # fmt: skip
+
+
 def test_runs_on_different_envs_are_one_method(tmp_path):
     for game in ("Pong-v5", "Breakout-v5"):
         record(tmp_path / game, "ppo", env=game)
