@@ -79,7 +79,7 @@ class BC(A2C):
     """A2C on a data set: rows drawn one by one, or with a core sequences of `algo.unroll_length` from a zero state."""
 
     on_policy = False
-    refusals = (Refusal(lambda c, s: not c.bc.dataset, "bc.dataset", "must name a Minari data set, or its folder"),)
+    refusals = (Refusal(lambda c, s: not c.bc.dataset, "bc.dataset", "must be a Minari data set, or its folder"),)
 
     def __init__(self, config: Config, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
         super().__init__(config, spec, compute, seed)

@@ -45,22 +45,21 @@ def _in_pool(env: config.Env) -> bool:
             raise _unknown(env.id, known, f"PettingZoo has no such {what}{other}")
     named = ":" in env.id or env.id.startswith((LAB, ALE, PLAY, ZOO))  # not imported before it is made
     if not pool and not named:
-        _check_registered(env.id)
+        _check_registered(env.id, env.backend in APART)
     return pool and env.backend != "workers"
 
 
-def _check_registered(env_id: str) -> None:
-    """Raise a `ConfigError` for an id that a worker process, which imports gymnasium only, does not have."""
+def _check_registered(env_id: str, apart: bool) -> None:
+    """Raise a `ConfigError` for an id that gymnasium does not have; `apart`: in a process that imports it alone."""
     if env_id not in gymnasium.registry:
         alone = f"gymnasium does not have it, and EnvPool is missing ({install('envpool')})"
         why = "neither EnvPool nor gymnasium has it" if modules() else alone
         raise _unknown(env_id, [*modules(), *gymnasium.registry], why)
     made = gymnasium.registry[env_id].entry_point
     module = made.partition(":")[0] if isinstance(made, str) else getattr(made, "__module__", "")
-    if module.partition(".")[0] != "gymnasium":
-        name = "MODULE" if module in ("", "__main__", "functools") else module
+    if apart and module.partition(".")[0] != "gymnasium":
         why = "worker processes do not import the module that registers it"
-        raise ConfigError(f"env.id {env_id!r}: {why}; give {name}:{env_id}, or the class itself")
+        raise ConfigError(f"env.id {env_id!r}: {why}; give MODULE:{env_id}, of that module, or the class itself")
 
 
 def _unknown(env_id: str, known: Sequence[str], why: str) -> ConfigError:

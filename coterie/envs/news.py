@@ -25,23 +25,25 @@ class Means(dict[str, tuple[float, int]]):
 
     def __init__(self, given: Mapping[str, tuple[float, int]] | None = None) -> None:
         super().__init__(given or {})
-        self.names, self.left_out = set[str](), list[str]()  # that were ever added; a line for the log, once
+        self.names, self.said = set[str](), False  # that were ever added; whether one was left out
 
-    def add(self, more: Mapping[str, tuple[float, int]]) -> None:
+    def add(self, more: Mapping[str, tuple[float, int]]) -> list[str]:
+        """Returns a line for the log when the first name is left out."""
+        lines = []
         for name, (total, count) in more.items():
-            if name not in self.names and len(self.names) >= _NAMES:
-                if len(self.names) == _NAMES:
-                    self.names.add("")  # said
-                    self.left_out = [f"info has more than {_NAMES} numbers; {name[:100]!r} and others are no metrics"]
+            if name not in self.names and len(self.names) == _NAMES:
+                if not self.said:
+                    lines = [f"info has more than {_NAMES} numbers; {name[:100]!r} and others are no metrics"]
+                self.said = True
                 continue
             self.names.add(name)
             before = self.get(name, (0.0, 0))
             self[name] = before[0] + total, before[1] + count
+        return lines
 
     def take(self) -> Means:
         """What was added since the last call."""
         taken = Means(self)
-        taken.left_out, self.left_out = self.left_out, []
         self.clear()
         return taken
 
@@ -107,12 +109,12 @@ class Reports:
         rows = {"steps": stepped, "episodes": ended, "off": False}[self._which] & ~self._ignored
         given = {name: x[rows & (np.abs(x) <= _LARGEST)] for name, x in info.items()}
         with self._lock:
-            self._info.add({name: (float(x.sum()), len(x)) for name, x in given.items() if len(x)})
+            lines = self._info.add({name: (float(x.sum()), len(x)) for name, x in given.items() if len(x)})
+            self._reasons.extend(lines)
 
     def take(self) -> EnvNews:
         """Replaced envs (the last 50) and numbers in info, since the last call."""
         with self._lock:
             reasons = list(self._reasons)
             self._reasons.clear()
-            info = self._info.take()
-            return EnvNews([*reasons, *info.left_out], info)
+            return EnvNews(reasons, self._info.take())

@@ -169,7 +169,8 @@ class PoolBackend(Backend):
         counts = {"num_envs": n, "batch_size": n, "num_threads": min(threads, n), "env_seed": list(seeds)}
         options = {**_options(env, atari), **counts}
         if env.max_episode_steps:
-            options["max_episode_steps"] += 1  # enforced here, since EnvPool takes an end at its limit for a truncation
+            # Enforced here, since EnvPool takes an end at its limit for a truncation.
+            options["max_episode_steps"] = min(env.max_episode_steps + 1, _NO_LIMIT)
         if render:
             options["render_mode"] = "rgb_array"
         self._pool = _guarded(env.id, functools.partial(import_envpool().make, env_type="gymnasium"), options)
@@ -220,11 +221,12 @@ class PoolBackend(Backend):
         done, truncated = values[self._at["done"]], values[self._at["trunc"]]
         if self._limit:
             truncated = self._enforce_limit(values, done, truncated)
-        # EnvPool calls whatever ends at its limit a truncation.
-        terminated = values[self._at["info:terminated"]].astype(bool) if self._atari else done & ~truncated
+        ended = values[self._at["info:terminated"]].astype(bool) if self._atari else done
+        over, terminated = ended | truncated, done & ~truncated
+        if self._atari:  # EnvPool calls whatever ends at its limit a truncation
+            terminated = terminated | ended
         if self._lives is not None:
             terminated = terminated | self._lost_life(values, done | truncated)
-        over = done | truncated
         obs = self._obs(values)
         told = self._info == "steps" or (self._info == "episodes" and over.any())
         info = numbers({name: values[at] for name, at in self._info_at.items()}, len(over)) if told else {}

@@ -150,8 +150,10 @@ def read_life(path: Path) -> Life:
 def _block(body: bytes, crc: int) -> list[Any]:
     """The lines of a block. Raises `zlib.error` or `ValueError` if it is damaged."""
     unpacked = zlib.decompressobj()
+    if zlib.crc32(body) != crc:
+        raise ValueError
     text = unpacked.decompress(body, _MOST_BYTES)
-    if zlib.crc32(body) != crc or not unpacked.eof:
+    if not unpacked.eof:
         raise ValueError
     return [json.loads(line) for line in text.decode().split("\n")]
 

@@ -164,8 +164,8 @@ class Coordinator:
         elif isinstance(report, LearnerReport):
             self.ledger.take(row, report)
         news = report if isinstance(report, EnvNews) else report.news
-        self.info.add(news.info)
-        for text in (first_time(self.places, reason) for reason in news.failures):  # of all processes
+        reasons = *news.failures, *self.info.add(news.info)
+        for text in (first_time(self.places, reason) for reason in reasons):  # of all processes
             (self.log if "\n" in text else self.writer.log)(text)
 
     def poll(self) -> None:

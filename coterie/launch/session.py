@@ -72,7 +72,8 @@ def train(
     saves a checkpoint and raises `KeyboardInterrupt`; after SIGTERM and SIGHUP it is `SystemExit`.
 
     Without a config the run is a preset's with these settings: `train(env=MyEnv, steps=100_000)`. `callbacks`: a
-    name, class or instance, or several, besides the config's; `starting`: of the process, if it began earlier.
+    name, class or instance, or several, besides the config's; `starting`: of a process that began earlier and handles
+    signals itself: an interrupted run returns its summary, too.
     """
     if config is None:
         config = presets.make(preset, **settings)
@@ -222,13 +223,13 @@ def _prepare(
     held.enter_context(on_signals(signals.append, HANDLED if config.log.checkpoint_on_warning else STOP))
     if new:
         held.enter_context(sole_writer(folder, new))
+        opened.callback(discard, folder, "config.json", SIGNATURE, "spec.json", "machine.json")
     with writing(folder, "out: "):
         unsigned = sign(folder, config)
         save_config(folder / "config.json", config)  # a later resume goes on towards the same total
         if new:
             write_whole(folder / "spec.json", json.dumps(spec.to_json(), indent=1) + "\n")
             write_whole(folder / "machine.json", json.dumps(describe(), indent=1) + "\n")
-            opened.callback(discard, folder, "config.json", SIGNATURE, "spec.json", "machine.json")
         (folder / "summary.json").unlink(missing_ok=True)  # of the run before it was resumed
     return signals, unsigned
 

@@ -101,7 +101,7 @@ def ppo_paper(env: Part = "Pong-v5", **overrides: Any) -> Config:
 def gala_a2c(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """GALA-A2C: A2C learners that gossip, for several cores.
 
-    Images: GALA, arguments of its public code: a directed ring, mixed after every update, 16 simulators each, n = 5,
+    Images: the arguments of GALA's public code: a directed ring, mixed after every update, 16 simulators each, n = 5,
     RMSProp 7e-4 times the root of all simulators over 16, no start decorrelation. Ours: 10M env steps (25M and 40M).
     """
     image = {

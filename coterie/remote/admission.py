@@ -58,7 +58,7 @@ class Servers:
 
     def _add_info(self, more: Mapping[str, tuple[float, int]]) -> None:
         with self._lock:
-            self._info.add(more)
+            self._refused.extend(self._info.add(more))
 
     def _add_client(self, line: str, refused: bool) -> None:
         if refused:
@@ -73,8 +73,7 @@ class Servers:
         """
         with self._lock:
             lines = [queue.popleft() for queue in (self._refused, self._clients) for _ in range(len(queue))]
-            info = self._info.take()
-            return EnvNews([*lines, *info.left_out], info)
+            return EnvNews(lines, self._info.take())
 
     def close(self, over: bool) -> None:
         """`over`: the run has ended for good; otherwise clients may reconnect."""

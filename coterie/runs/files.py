@@ -141,8 +141,8 @@ def refuse_run(folder: Path) -> None:
     try:
         if (folder / "config.json").exists():
             goes_on = any((folder / "checkpoints").glob("step_*"))
-            does = f"go on with `coterie resume {folder}`" if goes_on else "it has no checkpoint: remove it"
-            raise ConfigError(f"out: {folder} already holds a run; {does}, or name another")
+            does = f"go on with `coterie resume {folder}` or" if goes_on else "without a checkpoint so far:"
+            raise ConfigError(f"out: {folder} already holds a run{';' if goes_on else ','} {does} name another")
     except OSError as error:
         raise CoterieError(f"out: cannot read {folder}: {reason_of(error)}") from None
 

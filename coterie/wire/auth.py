@@ -147,4 +147,4 @@ def check_pair(cert: str, key: str) -> None:
     try:
         context.load_cert_chain(cert, key, "")  # without a password it would ask for one
     except ssl.SSLError:
-        raise ConfigError(f"wire.key: {key} does not hold the key of {cert}") from None
+        raise ConfigError(f"wire.key: {key} does not hold the key of {cert}, without a password") from None

@@ -34,8 +34,8 @@ def test_without_ale_py_its_ids_point_to_envpool(monkeypatch):
 @pytest.mark.parametrize(
     ("made", "says"),
     [
-        (COUNTING, ".* registers it; give coterie.envs.testing:Walker-v0, or the class itself"),
-        (play, ".* registers it; give tests.envs.env_harness:Walker-v0, or"),
+        (COUNTING, ".* registers it; give MODULE:Walker-v0, of that module, or the class itself"),
+        (play, ".* registers it; give MODULE:Walker-v0, of that module, or"),
         ("gymnasium.envs.classic_control:CartPoleEnv", " cannot be made: NameNotFound: .*; an id that your own module"),
     ],
 )

@@ -61,7 +61,7 @@ def test_the_folder_of_a_run_that_could_not_start_can_be_used(tmp_path, monkeypa
     assert {path.name for path in (tmp_path / "run").iterdir()} <= {".lock"}
     coterie.train(small_ppo(tmp_path / "run", steps=100), quiet=True)
     shutil.rmtree(tmp_path / "run/checkpoints")
-    with pytest.raises(ConfigError, match=r"already holds a run; it has no checkpoint: remove it, or name another"):
+    with pytest.raises(ConfigError, match=r"/run already holds a run, without a checkpoint so far: name another$"):
         coterie.train(small_ppo(tmp_path / "run"), quiet=True)
     with pytest.raises(ConfigError, match=r"^RUN: .*/run has no complete checkpoint to resume from"):
         coterie.resume(tmp_path / "run", quiet=True)

@@ -162,7 +162,8 @@ def test_a_certificate_needs_its_key(tmp_path: Path):
     check(cert, key)
     for wrong in (other, cert, "empty"):
         with pytest.raises(
-            ConfigError, match=f"^wire.key: {tmp_path}/{wrong} does not hold the key of {tmp_path}/{cert}$"
+            ConfigError,
+            match=f"^wire.key: {tmp_path}/{wrong} does not hold the key of {tmp_path}/{cert}, without a password$",
         ):
             check(cert, wrong)
     for wrong in (key, "empty"):

@@ -12,7 +12,7 @@ import socket
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +24,30 @@ from coterie.runs.files import sole_writer
 from coterie.types import ConfigError, CoterieError, reason_of
 
 _BEAT_S = 10.0  # between writes
-_GONE_S = 60.0  # without a change: its command is gone
+_SETTLE_S = 2.0  # before it is read again, where two commands may have begun at once
+_GONE_S = 90.0  # without a change: its command is gone, and its nodes have noticed (node.py, `_SILENT_S`)
 
 Check = Callable[[], None]
 
 
+class LeaseLost(CoterieError):
+    """Another command works in the storage now."""
+
+
 @contextmanager
 def lease(storage: str, doing: Callable[[str], None]) -> Iterator[Check]:
-    """Hold a storage. `doing` receives what this waits for: up to a minute, where a command was killed there. Yields a
-    function that raises `CoterieError` once another command has taken the storage.
+    """Hold a storage. `doing` receives what this waits for: `_GONE_S`, where a command was killed there. Yields a
+    function that raises `LeaseLost` once another command has taken the storage.
 
     Raises `ConfigError` with the pid and host of another command that works in it.
     """
     if "://" not in storage:
-        with sole_writer(Path(storage)):
+        try:
+            lock = ExitStack()
+            lock.enter_context(sole_writer(Path(storage)))
+        except ConfigError as error:
+            raise ConfigError(f"ray.storage: {str(error).removeprefix('out: ')}") from None
+        with lock:
             yield lambda: None
         return
     held = _Lease(storage)
@@ -72,11 +82,14 @@ class _Lease:
                 raise ConfigError(f"ray.storage: {self._storage} is being trained by {found['by']}")
             self._over.wait(min(1.0, _BEAT_S))
         self._write()
+        self._over.wait(_SETTLE_S)
+        if not self._is_mine(found := self._read()):
+            raise ConfigError(f"ray.storage: {self._storage} is being trained by {found['by']}")
         self._thread.start()
 
     def check(self) -> None:
         if self._lost:
-            raise CoterieError(f"ray.storage: {self._storage} was taken by {self._lost}, which trains this run now")
+            raise LeaseLost(f"ray.storage: {self._storage} was taken by {self._lost}, which goes on with this run")
 
     def close(self) -> None:
         self._over.set()
@@ -90,12 +103,12 @@ class _Lease:
             with suppress(Exception):  # the storage may be out of reach for a while
                 found = self._read()
                 if not self._is_mine(found):
-                    self._lost = found["by"]
+                    self._lost = found.get("by", "a command that has ended")
                     return
                 self._write()
 
     def _is_mine(self, found: dict[str, Any]) -> bool:
-        return not found or found["id"] == self._mine["id"]
+        return found.get("id") == self._mine["id"]
 
     def _read(self) -> dict[str, Any]:
         """The lease that the storage holds; empty if it has none."""
@@ -104,8 +117,8 @@ class _Lease:
             found: dict[str, Any] = json.loads(self._fs.cat_file(self._path))
         except FileNotFoundError:
             return {}
-        except ValueError:  # cut, by a full disk perhaps
-            return {"id": "", "by": "another command"}
+        except ValueError:  # cut short
+            return {"by": "another command"}
         return found
 
     def _write(self) -> None:

@@ -18,6 +18,7 @@ from coterie import __version__
 from coterie.config import Config
 from coterie.launch.ray.allocation import Allocation, Part, Site, Worker, allocate, targets
 from coterie.launch.ray.cluster import Board, Cluster
+from coterie.launch.ray.lease import LeaseLost
 from coterie.launch.ray.mirror import ENDED_S, STORED_S, site_url
 from coterie.launch.ray.node import Node, Outcome, env_steps
 from coterie.launch.ray.storage import Storage
@@ -163,6 +164,8 @@ class RayRun:
                         self.say(f"{self.signal.name}: {does}")
                         self.board.stop.remote(Site)
                     self._poll()
+            except LeaseLost:  # a site that stopped would write to the storage
+                raise
             except Exception:
                 if self._working(Site):
                     self.say("a part has failed: the sites save a checkpoint and stop")
@@ -200,7 +203,9 @@ class RayRun:
         """Take what has happened: lines, silence, outcomes."""
         ready, _ = self.cluster.ray.wait(list(self.pending), num_returns=len(self.pending), timeout=_POLL_S)
         lines, silent = self.cluster.result("the board", self.board.collect.remote())
-        for line in [*lines, *self.storage.poll()]:
+        for line in lines:
+            self.say(line)
+        for line in self.storage.poll():
             self.say(line)
         for part in self.pending.values():
             self._check_silence(part, silent.get(part.name, awake() - self.begin))

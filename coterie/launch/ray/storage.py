@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-from coterie.launch.ray.lease import lease
+from coterie.launch.ray.lease import LeaseLost, lease
 from coterie.launch.ray.mirror import LEASE, OF_THE_RUN, STORED_S, Mirror
 from coterie.parallel.clock import awake
 from coterie.types import ConfigError, CoterieError, reason_of
@@ -29,15 +29,19 @@ class Storage:
         self._down: Mirror | None = None
         if "://" not in given and Path(self.url).resolve() == folder.resolve():
             return
-        holds = Mirror(folder, self.url).has("config.json")
-        if holds and not resumed:
-            raise ConfigError(f"ray.storage: {given} holds a run: resume that, or name another folder")
-        if resumed and not holds:
-            raise CoterieError(f"ray.storage: {given} does not hold this run")
+        self._check_run(resumed)
         self._check = held.enter_context(lease(self.url, doing))
+        self._check_run(resumed)  # another command may have begun one meanwhile
         self._down = Mirror(self.url, folder, skip=(*OF_THE_RUN, LEASE))
         if resumed:
             self._down.update()
+
+    def _check_run(self, resumed: bool) -> None:
+        holds = Mirror(self._folder, self.url).has("config.json")
+        if holds and not resumed:
+            raise ConfigError(f"ray.storage: {self.url} holds a run: resume that, or name another folder")
+        if resumed and not holds:
+            raise CoterieError(f"ray.storage: {self.url} does not hold this run")
 
     def push(self, *names: str) -> None:
         """Store files of the run folder."""
@@ -49,12 +53,17 @@ class Storage:
                 raise CoterieError(f"ray.storage: cannot write to {self.url}: {reason_of(error)}") from None
 
     def poll(self) -> list[str]:
-        """Keep the run folder like the storage, in the background. Returns lines to be logged; raises `CoterieError`
-        once another command has taken the storage.
+        """Keep the run folder like the storage, in the background. Returns lines to be logged. Raises `LeaseLost` once
+        another command has taken the storage, to which nothing is copied from then on, nor from there.
         """
         if self._down is None:
             return []
-        self._check()
+        try:
+            self._check()
+        except LeaseLost:
+            self._down.stop(0.0)
+            self._down = None
+            raise
         return self._down.poll()
 
     def finish(self) -> Iterator[str]:

@@ -7,18 +7,20 @@ import os
 import threading
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
 
 from coterie.launch.ray import lease as leases
-from coterie.launch.ray.lease import lease
+from coterie.launch.ray.lease import LeaseLost, lease
 from coterie.launch.ray.mirror import LEASE
 from coterie.launch.ray.storage import Storage
 from coterie.types import ConfigError, CoterieError
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 
 @contextmanager
@@ -30,6 +32,7 @@ def opened(given: str | Path, folder: Path, resumed: bool) -> Iterator[Storage]:
 @pytest.fixture
 def url(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(leases, "_BEAT_S", 0.02)
+    monkeypatch.setattr(leases, "_SETTLE_S", 0.1)
     monkeypatch.setattr(leases, "_GONE_S", 0.5)
     return f"memory://{uuid.uuid4().hex}"
 
@@ -82,6 +85,51 @@ def test_a_url_that_another_command_works_in_is_refused(url):
         assert len(steps) == 1, "without a wait"
 
 
+def test_of_two_commands_that_begin_at_once_one_works(url, monkeypatch):
+    begun = threading.Barrier(2)
+    read = leases._Lease._read
+
+    def together(self: Any) -> Any:
+        found = read(self)
+        if self._beats == 0:
+            begun.wait(PATIENCE)
+        return found
+
+    def work() -> str:
+        try:
+            with lease(url, lambda step: None):
+                return "works"
+        except ConfigError as error:
+            return str(error)
+
+    monkeypatch.setattr(leases._Lease, "_read", together)
+    with ThreadPoolExecutor(2) as pool:
+        said = sorted(future.result() for future in [pool.submit(work) for _ in range(2)])
+    assert said[0].startswith(f"ray.storage: {url} is being trained by pid ")
+    assert said[1] == "works"
+
+
+def test_what_another_command_has_taken_is_neither_read_nor_written(url, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.json").write_text("mine")
+    with opened(url, tmp_path / "run", resumed=False) as storage:
+        storage.push("config.json")
+        fsspec.filesystem("memory").rm(f"{url}/{LEASE}")  # another one has come and gone while this machine slept
+        with fsspec.open(f"{url}/config.json", "wb") as file:
+            file.write(b"another's")
+
+        def lost() -> bool:
+            try:
+                return bool(storage.poll())
+            except LeaseLost as error:
+                return "was taken by a command that has ended, which goes on" in str(error)
+
+        wait_until(lost, what="it is noticed")
+        storage.push("config.json")
+        assert [*storage.finish(), *storage.poll()] == []
+    assert fsspec.filesystem("memory").cat(f"{url}/config.json") == b"another's"
+
+
 @pytest.mark.parametrize("left", [b"", json.dumps({"id": "x", "by": "pid 1 on gone", "beats": 3}).encode()])
 def test_a_url_whose_command_was_killed_is_taken(url, left):
     with fsspec.open(f"{url}/{LEASE}", "wb") as file:
@@ -91,6 +139,6 @@ def test_a_url_whose_command_was_killed_is_taken(url, left):
         with fsspec.open(f"{url}/{LEASE}", "wb") as file:  # by another one, while this machine was cut off
             file.write(json.dumps({"id": "y", "by": "pid 2 on next"}).encode())
         wait_until(lambda: all(x.name != "coterie-lease" for x in threading.enumerate()), what="it is noticed")
-        with pytest.raises(CoterieError, match="was taken by pid 2 on next, which trains this run now"):
+        with pytest.raises(CoterieError, match="was taken by pid 2 on next, which goes on with this run"):
             check()
     assert json.loads(stored(url))["id"] == "y", "the other's stays"
