@@ -219,12 +219,13 @@ class PoolBackend(Backend):
         if self._late is not None:
             values = self._reset_late(values)
         done, truncated = values[self._at["done"]], values[self._at["trunc"]]
+        ended, terminated = done, done & ~truncated
+        if self._atari:  # EnvPool calls whatever ends at its limit a truncation
+            ended = values[self._at["info:terminated"]].astype(bool)
+            terminated = terminated | ended
         if self._limit:
             truncated = self._enforce_limit(values, done, truncated)
-        ended = values[self._at["info:terminated"]].astype(bool) if self._atari else done
-        over, terminated = ended | truncated, done & ~truncated
-        if self._atari:  # EnvPool calls whatever ends at its limit a truncation
-            terminated = terminated | ended
+        over = ended | truncated
         if self._lives is not None:
             terminated = terminated | self._lost_life(values, done | truncated)
         obs = self._obs(values)
@@ -256,7 +257,7 @@ class PoolBackend(Backend):
         if not late.any():
             return truncated
         self._expired[ids] = late & ~done
-        return truncated | (late & ~done)
+        return truncated | late
 
     def render(self) -> Array:
         """The frame `[H, W, 3]` uint8 of what instance 0 showed last; needs `render=True`."""

@@ -116,7 +116,9 @@ def test_ppo_learns_from_actors_that_do_not_wait_for_it(acting):
     config = resolve_config(make_config(algorithm="ppo", acting=acting, **more))
     spec = make_spec(config.env, config.atari)
     validity.check(config, spec)
-    with pytest.raises(ConfigError, match=f"{acting}.lockstep: False must be True"):
+    with pytest.raises(
+        ConfigError, match=f"^acting: .* needs --{acting}.lockstep True, .*, or --algorithm ppo --ppo.proximal True"
+    ):
         validity.check(swap(config, ppo=swap(config.ppo, proximal=False)), spec)
     rollouts, far = 0, 0.0
 

@@ -257,6 +257,7 @@ def test_an_episode_that_ends_at_its_time_limit_is_not_bootstrapped(backend):
     at_limit = seen.episode_length == 12
     fell = np.abs(seen.obs[..., 2]) > 0.2095
     np.testing.assert_array_equal(seen.terminated[at_limit], fell[at_limit])
+    assert seen.truncated[at_limit].all()
     assert {*fell[at_limit]} == {False, True}
 
 
