@@ -192,7 +192,7 @@ def test_no_cell_is_left_out_but_those_that_are_refused(tmp_path: Path) -> None:
             wanted = {
                 "learners": exchange == "solo" and learners == 2,
                 "model.core": ALGORITHMS[algorithm].value_based and (model.core == "none") == (algorithm == "r2d2"),
-                f"{acting}.lockstep": algorithm in ON_POLICY and acting != "inline" and not lockstep,
+                "acting": algorithm in ON_POLICY and acting != "inline" and not lockstep,
             }
             said = refusal(changed)
             assert said.partition(":")[0] in ([field for field, refused in wanted.items() if refused] or [""])
@@ -201,7 +201,9 @@ def test_no_cell_is_left_out_but_those_that_are_refused(tmp_path: Path) -> None:
                 with pytest.raises(ConfigError, match=f"^{re.escape(said)}$"):
                     coterie.train(changed, quiet=True)
                 assert not out.exists()
-    assert len(printed) == 5  # one for dqn and one for r2d2, one for each acting that may be in lockstep
+    assert (
+        len(printed) == 7
+    )  # for dqn, for r2d2 and for solo; for a2c and for ppo of each acting that may be in lockstep
 
 
 # --- presets ---
