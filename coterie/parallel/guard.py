@@ -36,7 +36,7 @@ class Guard:
         os.set_blocking(self._pipe.fileno(), False)
 
     def alive(self) -> None:
-        with suppress(OSError):  # it is slow, or gone
+        with suppress(OSError, ValueError):  # it is slow, gone, or closed
             self._pipe.write(b".")
 
     def close(self) -> None:

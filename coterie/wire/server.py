@@ -44,9 +44,9 @@ _LEAST = 0.1  # of the time for a handshake, where many of one address wait
 _REASON = 400  # characters of a reason: it travels in a header, of which gRPC takes 8 KiB
 
 # A client may send an undecodable header, and is refused; it may be gone before it receives the reason. gRPC would
-# print a traceback of each.
-_CLIENTS_FAULT = ("Invalid encoding", "ExecuteBatchError raised in core")
-logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: not str(record.msg).startswith(_CLIENTS_FAULT))
+# print a traceback of each, and a line for each stream that a server ends.
+_USUAL = ("Invalid encoding", "ExecuteBatchError raised in core", "Aborting method")
+logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: not str(record.msg).startswith(_USUAL))
 
 
 def server_credentials(cert: str, key: str) -> grpc.ServerCredentials:

@@ -18,3 +18,9 @@ def test_a_guard_that_the_kernel_does_not_end_in_time_raises_nothing(monkeypatch
     monkeypatch.setattr(beside._popen, "wait", too_long)
     beside.close()
     assert wait(60) < 0
+
+
+def test_a_watch_that_wakes_as_the_run_ends_is_no_error() -> None:
+    beside = guard.Guard(900.0, "run")
+    beside.close()
+    beside.alive()
