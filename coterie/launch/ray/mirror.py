@@ -23,8 +23,8 @@ from coterie.parallel.clock import awake
 from coterie.runs.trust import SIGNATURE
 from coterie.types import CoterieError, reason_of
 
-OF_THE_RUN = ("config.json", SIGNATURE, "ray.txt")  # files in the run folder that are not its first site's
 LEASE = "lease.json"  # of the command that works in a storage
+OF_THE_RUN = ("config.json", SIGNATURE, "ray.txt", LEASE)  # files in the run folder that are not its first site's
 _CHECKPOINTS, _MANIFEST, _BEST = "checkpoints", "manifest.json", "best.json"
 _OLD = ".old"  # a checkpoint while another one takes its name
 _LOCAL_S, _REMOTE_S = 1.0, 10.0  # between updates of a local path and of a URL

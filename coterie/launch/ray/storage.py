@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from coterie.launch.ray.lease import LeaseLost, lease
-from coterie.launch.ray.mirror import LEASE, OF_THE_RUN, STORED_S, Mirror
+from coterie.launch.ray.mirror import OF_THE_RUN, STORED_S, Mirror
 from coterie.parallel.clock import awake
 from coterie.types import ConfigError, CoterieError, reason_of
 
@@ -32,7 +32,7 @@ class Storage:
         self._check_run(resumed)
         self._check = held.enter_context(lease(self.url, doing))
         self._check_run(resumed)  # another command may have begun one meanwhile
-        self._down = Mirror(self.url, folder, skip=(*OF_THE_RUN, LEASE))
+        self._down = Mirror(self.url, folder, skip=OF_THE_RUN)
         if resumed:
             self._down.update()
 

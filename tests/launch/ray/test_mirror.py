@@ -102,6 +102,7 @@ def test_what_was_copied_back_is_not_copied_again(tmp_path, run):
 
 def test_a_run_is_fetched_from_a_url(tmp_path, run):
     Mirror(run, "memory://bucket/run").update()
+    MemoryFileSystem().pipe_file("/bucket/run/lease.json", b"of a command that works in it")
     fetch("memory://bucket/run/", tmp_path / "back")
     assert files(tmp_path / "back") == files(run)
     with pytest.raises(CoterieError, match=r"RUN: cannot get memory://bucket/run: .*exists: resume it, or remove it"):
