@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from operator import itemgetter
 from types import TracebackType
 from typing import Any
@@ -59,15 +60,17 @@ class Group:
         self._events, self._answers = events, 0  # answers: from the backend, those to the first reset included
         backend.reset(self._all)
 
-    def start(self, decorrelate: int) -> None:
-        """Wait for the first observations, and take each env's random number of random steps."""
+    def start(self, decorrelate: int) -> Iterator[None]:
+        """Wait for the first observations, and take each env's random number of random steps. Yields during each step,
+        so that groups can start by turns.
+        """
         n = len(self.env_id)
         batch, fresh = self._collect()
         obs, self._to_env = batch.obs, edge(self.backend, batch)
         self._renew(obs, fresh)
         self._first[:] = False
         if decorrelate:
-            self._decorrelate(obs, decorrelate)
+            yield from self._decorrelate(obs, decorrelate)
         zeros, nan = np.zeros(n, bool), np.full(n, np.nan)
         first = np.ones(n, bool)
         self._start = TimeStep(obs, np.zeros(n, np.float32), zeros, zeros.copy(), first, nan, nan.copy(), self.env_id)
@@ -193,7 +196,7 @@ class Group:
         self._clear(slots)
         return slots
 
-    def _decorrelate(self, obs: Obs, most: int) -> None:
+    def _decorrelate(self, obs: Obs, most: int) -> Iterator[None]:
         """Every env takes k ~ U{0..most} uniform-random actions, seeded by its id, and one more where that ended it."""
         spec, agents = self.backend.spec.action, self._agents
         rngs = [np.random.default_rng(env_seed(self._seed, int(i), _DECORRELATE)) for i in self.env_id]
@@ -201,6 +204,7 @@ class Group:
         while (run := np.flatnonzero(((left > 0) | self._first).reshape(-1, agents).any(1).repeat(agents))).size:
             of_each = [random_actions(spec, rngs[s], 1, map_obs(itemgetter(slice(s, s + 1)), obs)) for s in run]
             self._step(self._all[run], np.concatenate(of_each))
+            yield
             batch, fresh = self._collect()
             for key, x in entries(batch.obs).items():
                 entries(obs)[key][run] = x
@@ -244,8 +248,8 @@ class Envs:
                 self._groups.append(
                     Group(self._backends[-1], ids, seed, terminal, self._reports, events or EnvEvents())
                 )
-            for group in self._groups:  # a loop of its own, so that both groups start at once
-                group.start(env.decorrelate)
+            for _ in zip_longest(*(group.start(env.decorrelate) for group in self._groups)):
+                pass  # both groups step at once
         except BaseException:
             self.close()
             raise

@@ -6,6 +6,7 @@ from gymnasium import logger
 
 from coterie import config
 from coterie.envs import pool
+from coterie.envs.group import Group
 from coterie.envs.make import make_envs, make_spec
 from coterie.types import ConfigError, CoterieError
 from tests.envs.env_harness import COUNTING, FLAKY, Player, check_counting, check_returns, make, pattern, play
@@ -224,6 +225,18 @@ def test_decorrelation_takes_seeded_random_steps_that_do_not_count():
     assert a.is_first.all()
     assert not a.reward.any()
     assert np.isnan(a.episode_return).all()
+
+
+def test_groups_take_their_random_steps_at_the_same_time(monkeypatch):
+    sent, step = [], Group._step
+    monkeypatch.setattr(Group, "_step", lambda self, ids, action: (sent.append(self.env_id[0]), step(self, ids, action)))
+    with make(COUNTING, 4, kwargs={"length": 40}, decorrelate=20) as one:
+        alone = one.recv(0)
+    sent.clear()
+    with make(COUNTING, 4, kwargs={"length": 40}, decorrelate=20, groups=2) as two:
+        both = [two.recv(0), two.recv(1)]
+    assert sent[:4] == [0, 2, 0, 2]
+    np.testing.assert_array_equal(np.concatenate([seen.obs for seen in both]), alone.obs)
 
 
 def test_the_episode_begun_by_decorrelation_is_not_reported():

@@ -68,7 +68,7 @@ def test_a_time_limit_can_fall_on_the_no_op_after_a_lost_life():
     """The no-op's flags are not seen, the game's return is reported, and its restart is no step of an episode."""
     reports = Reports(config.Env())
     group = Group(Script("..LT.."), np.arange(1), 0, False, reports, EnvEvents())
-    group.start(0)
+    list(group.start(0))
     seen = [group.recv()]
     for _ in range(6):
         group.send(np.zeros(1, np.int64))
