@@ -12,6 +12,7 @@ from league_entries import RECORDS, ROOT, TABLE, Entry, Record, listed
 from marked import replaced
 
 from coterie.tools.report.stats import band, interquartile_mean, interval, on_grid
+from coterie.types import counted
 
 SOURCES = tomllib.loads((Path(__file__).parent / "published.toml").read_text())["source"]
 TITLES = {"mujoco": "MuJoCo"}
@@ -29,7 +30,7 @@ Seconds: mean wall-clock of training at idle priority on one or two cores, besid
 run: an upper bound. What was reached in the same time compares as loosely. Curves: mean over seeds and its 95%
 interval. *In italics*: a run that is under way, with the return of its last 100 training episodes.
 
-Machine: two cores of an AMD EPYC, from 25 November 2026 on, or of an Intel Xeon, on 27 November (see the records).
+Machine: cores and processor, from 25 November 2026 on; where a table has several, their seconds do not compare.
 Some runs were paused with their machine; those seconds count. Coterie: EnvPool, fp32 for vectors, the preset's number
 of learners, and but for the group "Memory" the preset's defaults. Rows of `sb3_league.py`: Stable-Baselines3 with its
 library defaults and one gymnasium env, not tuned for the task; Coterie's presets have settings of our own for vectors,
@@ -57,6 +58,15 @@ def table(*names: str) -> list[str]:
 
 def finished(records: Sequence[tuple[Entry, Record]]) -> list[Record]:
     return [record for _, record in records if not record.get("unfinished")]
+
+
+def machines(records: Sequence[Record]) -> str:
+    """Cores, and the processor where it was recorded."""
+    found = set()
+    for machine in (record["machine"] for record in records):
+        name = (machine.get("processor") or "").replace("(R)", "").partition(" Processor")[0]
+        found.add(f"{machine['cores']} x {name}" if name else counted(machine["cores"], "core"))
+    return ", ".join(sorted(found))
 
 
 def returns(records: Sequence[Record]) -> np.ndarray:
@@ -106,20 +116,21 @@ def summary(found: dict[str, dict[str, Group]]) -> list[str]:
 def rows(methods: Group) -> list[str]:
     """An env's table: what is done, the best first, then what is under way."""
     done = {method: records for method, runs in methods.items() if (records := finished(runs))}
-    lines = table("command", "seeds", "env steps", "score", "interval", "human = 1", "seconds")
+    lines = table("command", "seeds", "env steps", "score", "interval", "human = 1", "seconds", "machine")
     for method in sorted(done, key=lambda name: -interquartile_mean(returns(done[name]))):
         records = done[method]
         human = [x for record in records if (x := record["score"].get("human_normalized")) is not None]
         steps, seconds = f"{records[0]['curve'][-1][0]:,}", f"{np.mean([record['seconds'] for record in records]):.0f}"
         normal = f"{np.mean(human):.2f}" if human else ""
         first = methods[method][0][0]
-        lines.append(row(command(first), len(records), steps, *measured([returns(records)]), normal, seconds))
+        score = measured([returns(records)])
+        lines.append(row(command(first), len(records), steps, *score, normal, seconds, machines(records)))
     for entry, record in (pair for runs in methods.values() for pair in runs):
         if record.get("unfinished") and record["curve"]:
             now, _, mean = record["curve"][-1]
             steps = f"*under way at {now:,} of {entry.steps:,}, training return {mean:.1f}*"
             lines.append(
-                row(f"*{command(entry)}*", f"*seed {entry.seed}*", steps, "", "", "", f"*{record['seconds']}*")
+                row(f"*{command(entry)}*", f"*seed {entry.seed}*", steps, "", "", "", f"*{record['seconds']}*", "")
             )
     return lines
 
@@ -131,14 +142,14 @@ def same_time(methods: Group) -> list[str]:
         return []
     end = min(record["seconds"] for records in done.values() for record in records)
     lines = ["", f"After {end:,} seconds, when the first of these runs was done:\n"]
-    lines += table("method", "seeds", "env steps", "return of training episodes")
+    lines += table("method", "seeds", "env steps", "return of training episodes", "machine")
     found = []
     for method, records in done.items():
         points = [np.array(record["curve"], float).T for record in records if record["curve"]]
         if not points or any(x[1, 0] > end for x in points):  # nothing is known of it at that time
             continue
         steps, scores = (np.mean([np.interp(end, x[1], x[i]) for x in points]) for i in (0, 2))
-        found.append((scores, row(method, len(records), f"{steps:,.0f}", f"{scores:.1f}")))
+        found.append((scores, row(method, len(records), f"{steps:,.0f}", f"{scores:.1f}", machines(records))))
     return [*lines, *(line for _, line in sorted(found, reverse=True))]
 
 

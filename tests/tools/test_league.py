@@ -59,10 +59,14 @@ def test_a_record_and_a_run_of_another_budget_are_not_taken_for_this_one(tmp_pat
 
 def test_methods_are_compared_after_the_time_of_the_shortest_run():
     def runs(method, seconds, score):
-        record = {"seconds": seconds, "curve": [[0, 0.0, 0.0], [1000, seconds, score]], "score": {}}
+        machine = {"processor": "Intel(R) Xeon(R) Processor", "cores": 2}
+        record = {"machine": machine, "seconds": seconds, "curve": [[0, 0.0, 0.0], [1000, seconds, score]], "score": {}}
         return [(league.Entry("vectors", method, "CartPole-v1", 0, 1000, 1, ()), record)]
 
     assert league_page.same_time({"a2c": runs("a2c", 10, 200.0)}) == []
     shown = league_page.same_time({"a2c": runs("a2c", 10, 200.0), "sb3-a2c": runs("sb3-a2c", 40, 100.0)})
     assert shown[1].startswith("After 10 seconds")
-    assert shown[-2:] == ["| a2c | 1 | 1,000 | 200.0 |", "| sb3-a2c | 1 | 250 | 25.0 |"]
+    assert shown[-2:] == [
+        "| a2c | 1 | 1,000 | 200.0 | 2 x Intel Xeon |",
+        "| sb3-a2c | 1 | 250 | 25.0 | 2 x Intel Xeon |",
+    ]
