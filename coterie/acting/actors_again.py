@@ -14,10 +14,9 @@ from typing import cast
 import torch
 
 from coterie.acting.actor import RolloutLoop
-from coterie.acting.base import Agent, LearnerSetup, core_shape
+from coterie.acting.base import Acting, Agent, LearnerSetup, core_shape
 from coterie.acting.history import History
 from coterie.acting.recorder import Fields, Recorder, as_rollout, local_fields
-from coterie.envs.news import EnvNews, Means
 from coterie.flight.life import Life, RecordEnds
 from coterie.parallel.slots import columns_of
 from coterie.parallel.stages import Stages
@@ -72,7 +71,7 @@ class ActorAgain:
         """The learner copies the rollout."""
 
 
-class ActorsAgain:
+class ActorsAgain(Acting):
     """A source of the rollouts of a learner's life, as `Decoupled` is one."""
 
     def __init__(self, setup: LearnerSetup, memory: None) -> None:
@@ -111,16 +110,7 @@ class ActorsAgain:
             self.actors[key] = ActorAgain(self.setup, key, self.history, self.versions[key])
         return self.actors[key]
 
-    def rest(self) -> int:
-        return 0
-
     def counts(self) -> dict[str, int]:
-        return {}
-
-    def news(self) -> EnvNews:
-        return EnvNews([], Means())
-
-    def gauges(self) -> dict[str, float]:
         return {}
 
     def close(self) -> None:

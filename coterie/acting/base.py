@@ -12,7 +12,7 @@ from torch import Tensor
 
 from coterie.acting.recorder import Envs
 from coterie.config import Config, Refusal, ResolvedConfig
-from coterie.envs.news import EnvNews
+from coterie.envs.news import EnvNews, Means
 from coterie.flight.life import Life, Note, unrecorded
 from coterie.models.base import Model
 from coterie.models.heads import Moments
@@ -31,16 +31,24 @@ class Stopped(Exception):
 
 
 class Acting(Protocol):
-    """Where actions are chosen: a source of rollouts that takes published weights."""
+    """Where actions are chosen: a source of rollouts that takes published weights. A subclass has the methods with a
+    body: nothing acts between rollouts, and the processes that step the envs report their news.
+    """
 
     def publish(self, version: int) -> None: ...  # the weights of learner step `version`
     def rollouts(self, refresh: Callable[[], None]) -> Iterator[Rollout]: ...
-    def rest(self) -> int: ...  # block until acting is idle; returns the number of waiting batches (for benchmarks)
     def counts(self) -> dict[str, int]: ...  # since it began, see `COUNTS`: "produced", "dropped", "replaced"; once
     # closed also "in_flight", the valid rows that it finds in its memory and has not handed to the learner
-    def news(self) -> EnvNews: ...  # of its envs, since the last call
-    def gauges(self) -> dict[str, float]: ...  # for the metrics
     def close(self) -> None: ...
+
+    def rest(self) -> int:  # block until acting is idle; returns the number of waiting batches (for benchmarks)
+        return 0
+
+    def news(self) -> EnvNews:  # of its envs, since the last call
+        return EnvNews([], Means())
+
+    def gauges(self) -> dict[str, float]:  # for the metrics
+        return {}
 
 
 class Worker(Protocol):

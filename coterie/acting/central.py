@@ -36,7 +36,6 @@ from coterie.acting.recorder import Fields, as_rollout, local_fields
 from coterie.acting.twin_models import Twin, TwinModels
 from coterie.acting.window import going, least_lag, worst_lag
 from coterie.config import ResolvedConfig
-from coterie.envs.news import reported_elsewhere
 from coterie.models.base import Model
 from coterie.models.build import Network, acting_copy
 from coterie.parallel.board import Board
@@ -55,7 +54,7 @@ _SETTLE_S = 0.3  # `rest`: acting is idle after this long without a new row
 _CHECK_S = 0.5  # between checks for a failed thread and for the end of the run
 
 
-class Central(EnvStreams):
+class Central(EnvStreams, Acting):
     """A source of rollouts of envs in other processes. `make_fields(width)`: a rollout's arrays for `width` envs."""
 
     def __init__(
@@ -237,8 +236,6 @@ class Central(EnvStreams):
 
     def counts(self) -> dict[str, int]:
         return {"produced": self.produced, "dropped": self.dropped, "in_flight": self.left}
-
-    news = staticmethod(reported_elsewhere)
 
     def gauges(self) -> dict[str, float]:
         return {

@@ -23,7 +23,6 @@ from coterie.acting.child_processes import apart_refusals, shares_evenly
 from coterie.acting.recorder import as_rollout, valid_rows
 from coterie.config import Decoupled as DecoupledConfig
 from coterie.config import Refusal, ResolvedConfig
-from coterie.envs.news import reported_elsewhere
 from coterie.envs.tasks import envs_per_child
 from coterie.parallel.board import Board
 from coterie.parallel.clock import awake
@@ -37,7 +36,7 @@ from coterie.wire.auth import offset
 _POLL_S = 2e-4  # between polls of shared memory
 
 
-class Decoupled:
+class Decoupled(Acting):
     """The learner's side: a source of rollouts from actors."""
 
     def __init__(
@@ -116,8 +115,6 @@ class Decoupled:
             left = [(j, s) for j in self.opened for s in range(self.slots.per_batch) if self.slots.is_full(j, s)]
             found["in_flight"] = sum(valid_rows(self.slots.columns(*at)) for at in left)
         return found
-
-    news = staticmethod(reported_elsewhere)
 
     def gauges(self) -> dict[str, float]:
         envs = {} if self.remote is None else {"slots/remote_envs": self.remote.envs}

@@ -16,13 +16,14 @@ import torch
 from coterie.acting.base import Acting, ActingKind, GroupPolicy, LearnerSetup, core_shape, group_policy
 from coterie.acting.recorder import Envs, Recorder, env_loop, local_fields, valid_rows
 from coterie.config import Refusal, ResolvedConfig
+from coterie.envs.news import EnvNews
 from coterie.parallel.stages import Stages
 from coterie.parallel.threads import Team
 from coterie.plugins import substitute
 from coterie.types import Rollout, TimeStep, counted
 
 
-class Inline:
+class Inline(Acting):
     """Yields rollouts. `refresh` updates the acting weights before each rollout, or every `poll` steps within it."""
 
     def __init__(
@@ -37,7 +38,6 @@ class Inline:
     ) -> None:
         self.envs, self.policy, self.recorder, self.stages, self.team = envs, policy, recorder, stages, team
         self.next_recorder = next_recorder or (lambda: recorder)  # for the next rollout
-        self.news = envs.news
         self.version = 0
         self.poll = poll or recorder.unroll_length  # steps with the same weights
         self.produced = 0  # valid rows recorded
@@ -52,12 +52,8 @@ class Inline:
         """Valid rows produced and envs replaced, since the start."""
         return {"produced": self.produced, "replaced": self.envs.replaced}
 
-    def gauges(self) -> dict[str, float]:
-        return {}
-
-    def rest(self) -> int:
-        """Nothing acts between rollouts."""
-        return 0
+    def news(self) -> EnvNews:
+        return self.envs.news()
 
     def publish(self, version: int) -> None:
         """The learner's weights changed: act with those of learner step `version` from now on."""

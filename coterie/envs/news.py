@@ -58,11 +58,6 @@ class EnvNews(NamedTuple):
     info: Means
 
 
-def reported_elsewhere() -> EnvNews:
-    """No news: the processes that step the envs report them."""
-    return EnvNews([], Means())
-
-
 def first_time(places: set[str], reason: str) -> str:
     """Why an env was replaced, with the traceback behind it only where nothing was raised at that place before."""
     line, _, trace = reason.partition("\n")

@@ -35,7 +35,7 @@ class Guard:
 
     def clip(self, params: FlatParams) -> tuple[float, bool]:
         """The norm before clipping, and whether the gradient may be used; one that may not is cleared."""
-        norm = float(flat_norm_clip(params.grad, self.max_grad_norm))
+        norm = flat_norm_clip(params.grad, self.max_grad_norm)
         if norm - norm == 0:  # neither NaN nor infinity
             self.in_a_row = 0
             return norm, True

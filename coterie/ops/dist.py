@@ -1,7 +1,7 @@
 """Action distributions as pure functions of a parameter tensor `[.., n]`, made from an `ActionSpec`.
 
 Actions are `[..]` int64 (categorical), `[.., A]` int64 (multi), `[.., A]` float32 (continuous, not squashed or clipped:
-the env edge does that) or choices and numbers side by side (mixed, float32). Log-probs, entropies and KLs are `[..]`
+the env edge does that) or choices and numbers side by side (mixed, float32). Log-probs and entropies are `[..]`
 float32, in nats, joint over components. Logits must be finite; that of an illegal choice is `ILLEGAL`. Left out:
 torch.distributions and torch.multinomial, several times slower on acting's batches.
 """
@@ -47,16 +47,10 @@ class _Discrete(ABC):
     def _of(self, log_probs: Tensor, index: Tensor) -> Tensor:
         return self._joint(log_probs.gather(-1, index).squeeze(-1))
 
-    def _entropy(self, log_probs: Tensor) -> Tensor:
-        return self._joint(-(log_probs.exp() * log_probs).sum(-1))
-
     def sample_with_log_prob(self, params: Tensor, rng: Generator | None = None) -> tuple[Tensor, Tensor]:
         log_probs = self._log_probs(params)
         index = _race(log_probs.detach(), rng)
         return index.squeeze(-1), self._of(log_probs, index)
-
-    def sample(self, params: Tensor, rng: Generator | None = None) -> Tensor:
-        return _race(self._log_probs(params.detach()), rng).squeeze(-1)
 
     def mode(self, params: Tensor) -> Tensor:
         return self._log_probs(params).argmax(-1)
@@ -64,17 +58,10 @@ class _Discrete(ABC):
     def evaluate(self, params: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
         """(log_prob, entropy) from one log-softmax."""
         log_probs = self._log_probs(params)
-        return self._of(log_probs, action.unsqueeze(-1)), self._entropy(log_probs)
+        return self._of(log_probs, action.unsqueeze(-1)), self._joint(-(log_probs.exp() * log_probs).sum(-1))
 
     def log_prob(self, params: Tensor, action: Tensor) -> Tensor:
         return self._of(self._log_probs(params), action.unsqueeze(-1))
-
-    def entropy(self, params: Tensor) -> Tensor:
-        return self._entropy(self._log_probs(params))
-
-    def kl(self, params_p: Tensor, params_q: Tensor) -> Tensor:
-        p, q = self._log_probs(params_p), self._log_probs(params_q)
-        return self._joint((p.exp() * (p - q)).sum(-1))
 
 
 @dataclass(frozen=True)
@@ -90,9 +77,6 @@ class Categorical(_Discrete):
     def _log_probs(self, params: Tensor) -> Tensor:
         assert params.shape[-1] == self.size, (params.shape, self.size)
         return params.float().log_softmax(-1)
-
-    def sample(self, params: Tensor, rng: Generator | None = None) -> Tensor:
-        return _race(params.detach().float(), rng).squeeze(-1)  # no normalization needed
 
     def mode(self, params: Tensor) -> Tensor:
         return params.argmax(-1)
@@ -152,33 +136,22 @@ class DiagGaussian:
         return params[..., : self.size], params[..., self.size :]
 
     def sample_with_log_prob(self, params: Tensor, rng: Generator | None = None) -> tuple[Tensor, Tensor]:
-        action = self.sample(params, rng)
-        return action, self.log_prob(params, action)  # of the action as rounded, as training will see it
-
-    def sample(self, params: Tensor, rng: Generator | None = None) -> Tensor:
         mean, log_std = self._split(params.detach())
         noise = torch.empty_like(mean).normal_(generator=rng)
-        return noise.mul_(log_std.exp()).add_(mean)
+        action = noise.mul_(log_std.exp()).add_(mean)
+        return action, self.log_prob(params, action)  # of the action as rounded, as training will see it
 
     def mode(self, params: Tensor) -> Tensor:
         return self._split(params)[0]
 
     def evaluate(self, params: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
-        return self.log_prob(params, action), self.entropy(params)
+        entropy = self._split(params)[1].sum(-1) + 0.5 * (1 + _LOG_2PI) * self.size
+        return self.log_prob(params, action), entropy
 
     def log_prob(self, params: Tensor, action: Tensor) -> Tensor:
         mean, log_std = self._split(params)
         z = (action.float() - mean) * (-log_std).exp()
         return -torch.addcmul(log_std, z, z, value=0.5).sum(-1) - 0.5 * _LOG_2PI * self.size
-
-    def entropy(self, params: Tensor) -> Tensor:
-        return self._split(params)[1].sum(-1) + 0.5 * (1 + _LOG_2PI) * self.size
-
-    def kl(self, params_p: Tensor, params_q: Tensor) -> Tensor:
-        (mean_p, log_p), (mean_q, log_q) = self._split(params_p), self._split(params_q)
-        gap = log_p - log_q
-        z = (mean_p - mean_q) * (-log_q).exp()
-        return 0.5 * ((2 * gap).exp() + z * z - 1 - 2 * gap).sum(-1)
 
 
 @dataclass(frozen=True)
@@ -205,9 +178,6 @@ class Mixed:
         number, q = self.normals.sample_with_log_prob(normals, rng)
         return torch.cat((choice, number), -1), p + q
 
-    def sample(self, params: Tensor, rng: Generator | None = None) -> Tensor:
-        return self.sample_with_log_prob(params.detach(), rng)[0]
-
     def mode(self, params: Tensor) -> Tensor:
         logits, normals = self._params(params)
         return torch.cat((self.choices.mode(logits), self.normals.mode(normals)), -1)
@@ -219,14 +189,6 @@ class Mixed:
 
     def log_prob(self, params: Tensor, action: Tensor) -> Tensor:
         return self.evaluate(params, action)[0]
-
-    def entropy(self, params: Tensor) -> Tensor:
-        logits, normals = self._params(params)
-        return self.choices.entropy(logits) + self.normals.entropy(normals)
-
-    def kl(self, params_p: Tensor, params_q: Tensor) -> Tensor:
-        (p, a), (q, b) = self._params(params_p), self._params(params_q)
-        return self.choices.kl(p, q) + self.normals.kl(a, b)
 
 
 Distribution = Categorical | MultiCategorical | DiagGaussian | Mixed

@@ -44,15 +44,6 @@ class _Scratch(threading.local):
         return self._buffer[: x.numel()]
 
 
-def _descend(param: Tensor, numerator: Tensor, denominator: Tensor, rate: float | Tensor) -> None:
-    """param -= rate * numerator / denominator; `denominator` is overwritten where the rate is a tensor."""
-    if isinstance(rate, Tensor):
-        torch.div(numerator, denominator, out=denominator)
-        param.sub_(denominator.mul_(rate))
-    else:
-        param.addcdiv_(numerator, denominator, value=-rate)
-
-
 @dataclass(frozen=True)
 class RMSProp:
     """Gradients divided by the root of their moving mean square; `inside`: eps is added under the root."""
@@ -60,15 +51,14 @@ class RMSProp:
     alpha: float
     eps: float
     inside: bool = False
-    initial: float = 0.0  # the mean square before the first update: TF1 starts at 1, PyTorch and Lasagne at 0
     _scratch: _Scratch = field(default_factory=_Scratch, repr=False, compare=False)
 
     def state(self, param: Tensor) -> State:
-        return {"square": torch.full_like(param, self.initial)}
+        return {"square": torch.full_like(param, float(self.inside))}  # TF1 starts at 1, PyTorch at 0
 
     @torch.no_grad()
-    def update(self, param: Tensor, grad: Tensor, state: State, lr: float | Tensor) -> None:
-        """One step in place on `param` and `state`; all `[n]`. A tensor `lr` is on their device."""
+    def update(self, param: Tensor, grad: Tensor, state: State, lr: float) -> None:
+        """One step in place on `param` and `state`; all `[n]`."""
         assert param.dim() == 1, param.shape
         assert param.shape == grad.shape == state["square"].shape
         square, root = state["square"], self._scratch.like(param)
@@ -77,7 +67,7 @@ class RMSProp:
             torch.add(square, self.eps, out=root).sqrt_()
         else:
             torch.sqrt(square, out=root).add_(self.eps)
-        _descend(param, grad, root, lr)
+        param.addcdiv_(grad, root, value=-lr)
 
 
 @dataclass(frozen=True)
@@ -95,8 +85,8 @@ class Adam:
         return {"mean": zeros(param), "square": zeros(param), "count": torch.zeros((), device=param.device)}
 
     @torch.no_grad()
-    def update(self, param: Tensor, grad: Tensor, state: State, lr: float | Tensor) -> None:
-        """One step in place on `param` and `state`, `[n]`. A tensor `lr` is on their device; nothing is read back."""
+    def update(self, param: Tensor, grad: Tensor, state: State, lr: float) -> None:
+        """One step in place on `param` and `state`, `[n]`."""
         assert param.dim() == 1, param.shape
         assert param.shape == grad.shape == state["mean"].shape == state["square"].shape
         mean, square, count = state["mean"], state["square"], state["count"].add_(1)
@@ -104,13 +94,13 @@ class Adam:
         if not self.eps_hat and fused_adam is not None:
             fused_adam([param], [grad], [mean], [square], [], [count], lr=lr, beta1=b1, beta2=b2, eps=self.eps)
             return
-        t = count.double() if count.is_cuda else count.item()  # float32 is too coarse for 1 - beta2^t
+        t = count.item()  # float32 is too coarse for 1 - beta2^t
         correction = (1 - b2**t) ** 0.5
         mean.lerp_(grad, 1 - b1)
         square.mul_(b2).addcmul_(grad, grad, value=1 - b2)
         root = torch.sqrt(square, out=self._scratch.like(param))
         root.add_(self.eps if self.eps_hat else self.eps * correction)
-        _descend(param, mean, root, lr * correction / (1 - b1**t))
+        param.addcdiv_(mean, root, value=-lr * correction / (1 - b1**t))
 
 
 @dataclass(frozen=True)
@@ -123,7 +113,7 @@ class Divided:
     def state(self, param: Tensor) -> State:
         return self.rule.state(param)
 
-    def update(self, param: Tensor, grad: Tensor, state: State, lr: float | Tensor) -> None:
+    def update(self, param: Tensor, grad: Tensor, state: State, lr: float) -> None:
         calls = []
         for k, at in enumerate(pieces(len(param), self.team.size)):
             # The first piece counts the update for all.
@@ -135,28 +125,23 @@ class Divided:
 Rule = RMSProp | Adam | Divided
 
 
-def make_rule(config: Optim, initial: float | None = None) -> RMSProp | Adam:
-    """The rule that `config` names. `initial` replaces the starting mean square of RMSProp (rmsprop_tf: 1, as TF1)."""
+def make_rule(config: Optim) -> RMSProp | Adam:
+    """The rule that `config` names."""
     if config.rule in ("adam", "adam_eps_hat"):
         return Adam(config.beta1, config.beta2, config.eps, config.rule == "adam_eps_hat")
-    tf = config.rule == "rmsprop_tf"
-    return RMSProp(config.alpha, config.eps, tf, (1.0 if tf else 0.0) if initial is None else initial)
+    return RMSProp(config.alpha, config.eps, config.rule == "rmsprop_tf")
 
 
 @torch.no_grad()
-def flat_norm_clip(grad: Tensor, max_norm: float) -> Tensor:
-    """Scale `grad` `[n]` in place to at most `max_norm` (0: no clipping) in l2; returns the norm before, a scalar.
+def flat_norm_clip(grad: Tensor, max_norm: float) -> float:
+    """Scale `grad` `[n]` in place to at most `max_norm` (0: no clipping) in l2; returns the norm before.
 
     A norm that is not finite (a NaN, or an overflow) leaves `grad` as it is: the caller must check the norm.
     """
     assert grad.dim() == 1, grad.shape
-    norm = grad.dot(grad).sqrt()  # on the CPU faster than vector_norm, and several times more exact
-    if max_norm <= 0:
-        return norm
-    if norm.is_cuda:  # no read-back
-        grad.mul_(torch.where(norm.isfinite(), max_norm / norm.clamp(min=max_norm), 1.0))
-    elif max_norm < (size := norm.item()) < math.inf:
-        grad.mul_(max_norm / size)
+    norm = grad.dot(grad).sqrt().item()  # on the CPU faster than vector_norm, and several times more exact
+    if 0 < max_norm < norm < math.inf:
+        grad.mul_(max_norm / norm)
     return norm
 
 

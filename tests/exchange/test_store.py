@@ -35,7 +35,7 @@ def test_a_store_with_one_learner_is_plain_adam(local_steps, chunks, eps_hat):
     with store(shared, params, rule, chunks, local_steps=local_steps, clip=5.0) as exchange:
         for k, grad in enumerate(gradients(params, 30)):
             expected = grad.clone()
-            norm = float(flat_norm_clip(expected, 5.0))
+            norm = flat_norm_clip(expected, 5.0)
             rule.update(plain, expected, state, 1e-2)
             exchange.pull(params)
             assert apply(exchange, params, grad) == pytest.approx(norm, rel=1e-6)
@@ -132,6 +132,21 @@ def test_a_step_is_adams_on_the_moments_met_last():
     rule.update(expected, grads[4], state, 1e-2)
     apply(one, both[0], grads[4])
     torch.testing.assert_close(both[0].data, expected, rtol=0, atol=1e-6)
+
+
+def test_no_rounding_makes_a_mean_square_negative():
+    """Its root would be NaN. The others have let the center's decay to nothing since this learner took it."""
+    rule, params = Adam(*BETAS, 1e-3), flat(1000)
+    shared = shared_memory_for(params.data, rule, 1, NOTHING)
+    one, square = store(shared, params, rule, 1, local_steps=3), shared.arrays["state/square"]
+    begin, none = gradients(params, 3), torch.zeros_like(params.data)
+    for grad in (*begin, none, none):
+        apply(one, params, grad)
+    square[:] = 0
+    for grad in [none] * 4:
+        apply(one, params, grad)
+        assert (square >= 0).all()
+    assert params.data.isfinite().all()
 
 
 # --- processes that write at once ---

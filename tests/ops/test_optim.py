@@ -32,11 +32,11 @@ def gradients() -> list[Tensor]:
     return [torch.randn(N, generator=g) * scale for _ in range(STEPS)]
 
 
-def run(config: Optim, lr: float | Tensor = 1e-2, initial: float | None = None) -> Tensor:
-    rule, param = make_rule(config, initial), start()
+def run(config: Optim) -> Tensor:
+    rule, param = make_rule(config), start()
     state = rule.state(param)
     for grad in gradients():
-        rule.update(param, grad, state, lr)
+        rule.update(param, grad, state, 1e-2)
     return param
 
 
@@ -72,23 +72,17 @@ def numpy_eps_hat(g: np.ndarray, s: dict[str, np.ndarray], t: int, eps: float) -
 
 @pytest.mark.parametrize("eps", [1e-8, 1e-5, 0.1])
 @pytest.mark.parametrize(
-    ("name", "formula", "initial", "begin"),
-    [
-        ("rmsprop_tf", numpy_rmsprop, None, 1.0),  # TensorFlow 1
-        ("rmsprop_tf", numpy_rmsprop, 0.0, 0.0),  # Lasagne
-        ("adam_eps_hat", numpy_eps_hat, None, 0.0),
-    ],
-    ids=["rmsprop, TF", "rmsprop, Lasagne", "adam"],
+    ("name", "formula"), [("rmsprop_tf", numpy_rmsprop), ("adam_eps_hat", numpy_eps_hat)], ids=["rmsprop", "adam"]
 )
 def test_tensorflow_dialects_of_update_rules_are_their_formulas(
-    name: str, formula: Callable[..., np.ndarray], initial: float | None, begin: float, eps: float
+    name: str, formula: Callable[..., np.ndarray], eps: float
 ) -> None:
     param = start().double().numpy()
-    state = {"ms": np.full(N, begin), "m": np.zeros(N), "v": np.zeros(N)}
+    state = {"ms": np.ones(N), "m": np.zeros(N), "v": np.zeros(N)}
     for t, grad in enumerate(gradients(), 1):
         param = param - 1e-2 * formula(grad.double().numpy(), state, t, eps)
     config = Optim(rule=name, eps=eps, alpha=0.95, beta1=0.8, beta2=0.99)  # type: ignore[arg-type]
-    np.testing.assert_allclose(run(config, initial=initial), param, rtol=1e-6, atol=2e-6)
+    np.testing.assert_allclose(run(config), param, rtol=1e-6, atol=2e-6)
 
 
 @every
@@ -134,12 +128,6 @@ def test_a_saved_state_of_an_update_rule_goes_on_exactly(name: str) -> None:
 
 
 @every
-def test_a_tensor_learning_rate_is_the_number(name: str) -> None:
-    config = Optim(rule=name)  # type: ignore[arg-type]
-    torch.testing.assert_close(run(config, torch.tensor(1e-2)), run(config, 1e-2), rtol=1e-6, atol=1e-6)
-
-
-@every
 def test_updates_are_in_place_and_leave_gradient_and_padding_alone(name: str) -> None:
     rule, param = make_rule(Optim(rule=name)), start()  # type: ignore[arg-type]
     param[0] = 0  # padding: its gradient is 0
@@ -169,11 +157,11 @@ def test_clip_scales_to_the_norm_and_only_when_it_is_larger(n: int) -> None:
     grad = torch.randn(n, generator=torch.Generator().manual_seed(2))
     true = np.linalg.norm(grad.double().numpy())
     clipped = grad.clone()
-    assert flat_norm_clip(clipped, true / 3).item() == pytest.approx(true, rel=1e-5)
+    assert flat_norm_clip(clipped, true / 3) == pytest.approx(true, rel=1e-5)
     np.testing.assert_allclose(clipped, grad / 3, rtol=1e-5, atol=1e-7)
     for bound in (true * 1.01, 0.0):
         kept = grad.clone()
-        assert flat_norm_clip(kept, bound).item() == pytest.approx(true, rel=1e-5)
+        assert flat_norm_clip(kept, bound) == pytest.approx(true, rel=1e-5)
         assert torch.equal(kept, grad)
 
 
@@ -183,7 +171,7 @@ def test_a_norm_that_is_not_finite_is_reported_and_nothing_is_scaled(bad: float)
     grad = torch.ones(100)
     grad[[7, 8]] = bad
     kept = grad.clone()
-    assert not math.isfinite(flat_norm_clip(grad, 0.5).item())
+    assert not math.isfinite(flat_norm_clip(grad, 0.5))
     assert torch.equal(grad.nan_to_num(), kept.nan_to_num())
 
 
@@ -216,8 +204,7 @@ def test_learning_rate_scales_with_the_root_of_all_simulators() -> None:
 
 @needs_gpu
 @every
-@pytest.mark.parametrize("as_tensor", [False, True])
-def test_update_rules_on_a_gpu_are_the_cpu_s(name: str, as_tensor: bool) -> None:
+def test_update_rules_on_a_gpu_are_the_cpu_s(name: str) -> None:
     g = torch.Generator().manual_seed(0)
     here, config = torch.randn(1000, generator=g), Optim(rule=name)  # type: ignore[arg-type]
     there, rules = here.to("cuda", copy=True), (make_rule(config), make_rule(config))
@@ -225,7 +212,7 @@ def test_update_rules_on_a_gpu_are_the_cpu_s(name: str, as_tensor: bool) -> None
     for _ in range(30):
         grad = torch.randn(1000, generator=g)
         rules[0].update(here, grad, states[0], 1e-2)
-        rules[1].update(there, grad.to("cuda"), states[1], torch.tensor(1e-2, device="cuda") if as_tensor else 1e-2)
+        rules[1].update(there, grad.to("cuda"), states[1], 1e-2)
     torch.testing.assert_close(there.cpu(), here, rtol=1e-5, atol=1e-5)
 
 
@@ -237,5 +224,5 @@ def test_clipping_on_a_gpu_is_the_cpu_s(bad: float, bound: float) -> None:
     here[7] = bad
     there = here.to("cuda", copy=True)
     norms = flat_norm_clip(here, bound), flat_norm_clip(there, bound)
-    torch.testing.assert_close(norms[1].cpu(), norms[0], equal_nan=True)
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5, nan_ok=True)
     torch.testing.assert_close(there.cpu(), here, equal_nan=True)
