@@ -139,7 +139,9 @@ class Gossip(Solo):
     def _wait(self, done: Callable[[], bool], what: str, begin: float) -> None:
         with self.board.blocked(self.rank):
             while not done() and not self.board.stopping:
-                if awake() - begin > self.timeout:
+                # All may wait, through others, for a learner that evaluates, which shows in its heartbeat.
+                silent = time.monotonic() - float(self.board.heartbeats[: len(self.present)].max())
+                if min(awake() - begin, silent) > self.timeout:
                     raise CoterieError(f"gossip: {what} for {self.timeout:g} s: a peer hangs")
                 time.sleep(5e-5)
 

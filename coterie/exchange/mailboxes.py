@@ -29,7 +29,7 @@ from coterie.wire.codec import Layout, Refused
 
 MAX_REMOTE_LEARNERS = 256  # learners of other runs at most; only the mailboxes that are used take memory
 NAP_S = 5e-3  # between two questions for news when there was none
-_MOST = 1e15  # of a weight: its square is still a float32
+_MOST = {"weights": 1e15, "moments": 1e100}  # their squares are still a float32 and a float64
 
 
 class Net(NamedTuple):
@@ -143,8 +143,8 @@ class Relay:
         present, learner = frame["present"], int(frame["learner"][0])
         if present[count:].any() or (frame["filled"][0] and not 0 <= learner < count):
             raise Refused(f"it sends more than its {count} learners")
-        for name in ("weights", "moments"):
-            if not (np.abs(frame[name]) < _MOST).all():  # nor a NaN
+        for name, most in _MOST.items():
+            if not (np.abs(frame[name]) < most).all():  # nor a NaN
                 raise Refused(f"its {name} are not finite")
         if frame["filled"][0]:
             boxes.write(self.receives[learner], frame["weights"][0], frame["moments"][0])

@@ -29,6 +29,7 @@ def memory_for_sums(learners: int, tensors: Sequence[Tensor]) -> SharedArrays:
     return SharedArrays(
         {
             "given": ((learners,), "int64"),  # how many tensors each has given
+            "bytes": ((2, learners), "int64"),  # of its last two
             "added": ((learners,), "int64"),  # of how many it has added up its part
             "gone": ((learners,), "int64"),  # 1: it will give no more
             "tensors": ((2, learners, size), "uint8"),
@@ -44,7 +45,7 @@ class SharedSum:
     def __init__(self, memory: SharedArrays, rank: int) -> None:
         arrays = memory.arrays
         self.rank, self.learners = rank, len(arrays["given"])
-        self._given, self._added, self._gone = arrays["given"], arrays["added"], arrays["gone"]
+        self._given, self._bytes, self._added, self._gone = (arrays[k] for k in ("given", "bytes", "added", "gone"))
         self._tensors, self._sums = torch.from_numpy(arrays["tensors"]), torch.from_numpy(arrays["sums"])
         self._number = 0
 
@@ -62,7 +63,10 @@ class SharedSum:
         turn, n = self._number % 2, x.numel()
         tensors = self._tensors[turn, :, : x.nbytes].view(x.dtype)
         tensors[self.rank].copy_(x.reshape(-1))
+        self._bytes[turn, self.rank] = x.nbytes
         self._meet(self._given)
+        if (self._bytes[turn] != x.nbytes).any():  # else what an earlier sum left there would count
+            raise CoterieError("allreduce: the learners do not make the same number of steps in a rollout")
         if n <= _SHORT or self.learners == 2:
             total = added_up(list(tensors))
         else:

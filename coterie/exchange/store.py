@@ -108,6 +108,8 @@ class Store(Solo):
         for name, decay in (("mean", b1), ("square", b2)):
             # The local steps' contribution: the local moment minus the decayed moment that they started from.
             added = self.local[k][name] - decay * self.before[k][name]
+            if name == "square":
+                added.clamp_(min=0)  # rounding may leave less, and then the root of a center near 0 is NaN
             state[name].mul_(decay).add_(added.to(center.device))
         state["count"].add_(self.steps_since_sync)
         local.copy_(center)

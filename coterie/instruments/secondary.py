@@ -20,20 +20,23 @@ from coterie.config import ResolvedConfig
 from coterie.exchange.base import Peers
 from coterie.exchange.solo import Solo
 from coterie.learner import Gradients, Observer, take_step
+from coterie.models.build import Network
 from coterie.parallel.params import FlatParams
 from coterie.parallel.threads import Team
 from coterie.types import Rollout, Spec
 
 
 class Secondary(Observer):
-    """Trains beside `primary`, on samples of its replay."""
+    """Trains beside `primary`, on samples of its replay, from the weights that its `model` has now."""
 
     def __init__(
-        self, config: ResolvedConfig, spec: Spec, resources: Resources, primary: QLearning[Any], team: Team
-    ) -> None:
+        self, config: ResolvedConfig, spec: Spec, resources: Resources, model: Network, primary: QLearning[Any],
+        team: Team,
+    ) -> None:  # fmt: skip
         own = config.q
         self.config = config = replace(config, q=replace(own, batch_size=own.secondary_batch))
         self.model = make_model(config, spec).to(resources.device)
+        self.model.load_state_dict(model.state_dict())
         self.params = FlatParams(self.model)
         self.algorithm = cast(QLearning[Any], make_algorithm(config, spec, replace(resources.compute, team=team)))
         self.algorithm.borrow(primary)

@@ -12,6 +12,7 @@ from coterie.acting.base import Memory
 from coterie.acting.table import acting_kind
 from coterie.build.factory import ProcessContext, exchange_setup, make_model, memory_setup, normalizers
 from coterie.build.resources import gpus_of
+from coterie.build.warm_start import first_model
 from coterie.config import ResolvedConfig
 from coterie.exchange.table import exchange_kind
 from coterie.instruments.consensus import Consensus, Cosines, change_memory, cosine_memory
@@ -36,7 +37,7 @@ class Placement:
         kind = exchange_kind(config)
         self.meeting = scratch_folder() if kind.in_lockstep and gpus_of(config) > 1 else None
         self.mixing = kind.mixing(config, self.learners)
-        model = make_model(config, spec)
+        model = make_model(config, spec) if tensors else first_model(config, spec, 0)
         if tensors:
             model.load_state_dict(tensors["model"])
         params, moments = FlatParams(model), normalizers(config, model)

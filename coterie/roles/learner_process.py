@@ -149,7 +149,7 @@ class LearnerProcess:
             twin = None if algorithm_class(config).has_replay else make_algorithm(policy, self.spec, resources.compute)
             self.observers.append(Norms(self.gradients, config.log.norms, twin))
         if config.q.secondary_batch:
-            self.secondary = Secondary(config, self.spec, resources, cast(Any, self.algorithm), self.team)
+            self.secondary = Secondary(config, self.spec, resources, self.model, cast(Any, self.algorithm), self.team)
             self.observers.append(self.secondary)
 
     def _make_rng(self, make: Callable[[int], torch.Generator], key: int) -> torch.Generator:

@@ -86,6 +86,25 @@ def test_gossip_in_lockstep_waits_at_once():
         step(c.learners[0])
 
 
+@pytest.mark.parametrize("tau", [0, 1])
+def test_a_learner_may_evaluate_for_longer_than_the_others_wait_for_one_that_hangs(monkeypatch, tau):
+    """Learner 0's heartbeat shows that. Learner 1 waits for it, without a heartbeat, and learner 2 for learner 1."""
+    c = crowd(np.eye(3), matrices("ring", 3), tau=tau, timeout=10.0)
+    clock = iter(range(1, 200))
+
+    def awake() -> int:
+        if (now := next(clock)) < 100:
+            c.board.heartbeat(0)
+        elif now == 100:
+            assert c.learners[1].publish(c.learners[1].params)
+        return now
+
+    monkeypatch.setattr("coterie.exchange.gossip.awake", awake)
+    for _ in range(1 + tau):
+        step(c.learners[2])
+    assert c.shared.arrays["mixed"][2] == 1
+
+
 @pytest.mark.parametrize("tau", [0, 3])
 def test_a_waiting_learner_stops_when_the_run_stops(tau):
     c = crowd(np.eye(2), matrices("ring", 2), tau=tau)

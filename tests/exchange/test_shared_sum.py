@@ -84,6 +84,20 @@ def test_a_sum_that_is_too_large_for_the_memory_is_refused():
         SharedSum(memory_for_sums(2, [torch.zeros(4)]), 0).add_up(torch.zeros(200))
 
 
+@pytest.mark.parametrize("length", [1016, LONG])
+def test_tensors_of_different_sizes_are_not_added_up(length):
+    """One learner has a batch in this rollout; the other has none, and sends its counts alone."""
+    memory = memory_for_sums(3, [torch.zeros(length)])
+
+    def work(rank: int) -> None:
+        sums, x = SharedSum(memory, rank), torch.ones(length)
+        sums.add_up(x)
+        with pytest.raises(CoterieError, match=r"^allreduce: the learners do not make the same number of steps"):
+            sums.add_up(x if rank else x[-16:])
+
+    together([lambda rank=rank: work(rank) for rank in range(3)])
+
+
 def die_at(post: Post, memory, rank: int, point: str) -> None:
     """A second sum, in which this learner is killed: before it has counted its tensor, or after."""
     sums = SharedSum(memory, rank)

@@ -15,6 +15,7 @@ from coterie.launch.session import resume, train
 from coterie.roles.learner_process import LearnerProcess
 from coterie.types import ConfigError, CoterieError
 from tests.conftest import make_config
+from tests.support.runs import save_checkpoint
 
 SMALL = {
     "algorithm": "dqn", "q.learn_start": 80, "q.batch_size": 16, "q.intensity": 4.0, "replay.capacity": 4000,
@@ -55,6 +56,18 @@ def test_the_secondary_starts_as_the_primary_and_trains_on_as_many_samples(chang
     assert second.algorithm.target_model is not learner.algorithm.target_model
     seen = dict(learner.model.named_buffers())  # it normalizes as the primary does
     assert all(torch.equal(x, seen[name]) for name, x in second.model.named_buffers())
+    learner.close()
+
+
+def test_the_secondary_starts_with_the_weights_and_normalizers_of_init_from(tmp_path: Path):
+    begin = {**SMALL, "steps": 400, "model.normalize_obs": True}
+    learner = LearnerProcess(resolve_config(make_config(**begin)))
+    learner.run(until(400))
+    model = dict(learner.model.state_dict())
+    save_checkpoint(tmp_path / "checkpoints", 400, {"learner_0/model": model}, {})
+    learner.close()
+    learner = LearnerProcess(resolve_config(make_config(**begin, init_from=str(tmp_path))))
+    assert all(torch.equal(x, model[name]) for name, x in learner.secondary.model.state_dict().items())
     learner.close()
 
 

@@ -7,11 +7,18 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 import coterie
+from coterie.build.factory import make_model, normalizers
+from coterie.build.resources import resolve_config
+from coterie.build.warm_start import first_model
 from coterie.cli.main import main
+from coterie.envs.make import make_spec
+from coterie.launch.placement import Placement
+from coterie.parallel.params import FlatParams
 from coterie.runs import checkpoint
 from coterie.runs.metrics import read_metrics
 from tests.support.runs import (
@@ -23,6 +30,7 @@ from tests.support.runs import (
     inline_options,
     last_checkpoint,
     read_summary,
+    save_checkpoint,
     tiny,
 )
 
@@ -71,6 +79,23 @@ def test_two_learners_finish_and_their_checkpoints_can_be_evaluated(tmp_path, ca
     for which, hint in (("2", ""), ("best", "; `best` is now 0"), ("-1", "")):
         assert main(["eval", str(out), f"--learner={which}"]) == 2
         assert f"{which!r} is not one of 0, 1, mean{hint}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("exchange", ["hogwild", "store"])
+def test_shared_weights_and_normalizers_begin_as_those_of_init_from(tmp_path, exchange):
+    """Each learner takes them at its first pull."""
+    config = resolve_config(tiny(tmp_path / "new", exchange, init_from=str(tmp_path)))
+    spec = make_spec(config.env, config.atari)
+    old = make_model(config, spec)
+    for tensor in old.state_dict().values():
+        tensor.fill_(7.0)
+    save_checkpoint(tmp_path / "checkpoints", 0, {"learner_0/model": dict(old.state_dict())}, {})
+    placement = Placement(config, spec)
+    model = first_model(config, spec, 0)
+    for name, first in (("moments", normalizers(config, model).read()), ("data", FlatParams(model).data)):
+        assert 7.0 in first
+        assert np.array_equal(placement.memory.arrays[name], first), name
+    placement.close()
 
 
 @pytest.mark.parametrize(

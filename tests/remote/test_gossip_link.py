@@ -243,6 +243,16 @@ def test_a_frame_that_cannot_be_is_refused_and_changes_nothing(name, at, value, 
     assert pair.far.lock.is_whole(1)
 
 
+def test_sums_of_squares_may_be_large():
+    """Those of two million observations near 30,000 are."""
+    pair = Pair()
+    step(pair.x)
+    frame = pair.ends[0].send()
+    frame["moments"][:] = 1.8e15
+    assert pair.ends[1].receive(frame)
+    assert pair.far.read(1).moments.tolist() == [1.8e15]
+
+
 def test_a_restarted_learner_takes_the_newest_weights_of_a_remote_one_where_it_is_alone():
     pair = Pair()
     step(pair.x)
