@@ -10,6 +10,7 @@ command continues it, and several may work on it at once. Change `suggest` for o
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import sys
 import time
@@ -18,7 +19,8 @@ from pathlib import Path
 
 import optuna
 
-from coterie.runs.metrics import read_metrics
+from coterie.parallel.signals import on_signals
+from coterie.runs.metrics import file_name, read_metrics
 
 
 def suggest(trial: optuna.Trial) -> dict[str, float]:
@@ -32,7 +34,8 @@ def suggest(trial: optuna.Trial) -> dict[str, float]:
 
 def run_trial(trial: optuna.Trial, options: argparse.Namespace, rest: Sequence[str]) -> float:
     """Train with what Optuna suggests; returns the mean return of the last evaluation."""
-    folder = options.study.with_name(f"{options.study.stem}-trial{trial.number}")
+    name = f"{options.study.stem}-{file_name(options.preset)}-{file_name(options.env)}-trial{trial.number}"
+    folder = options.study.with_name(name)
     command = [sys.executable, "-m", "coterie", "train", options.preset, "--env", options.env, "--out", str(folder)]
     command += ["--steps", str(options.steps), "--eval.every", str(max(1, options.steps // options.evaluations))]
     command += [word for name, value in suggest(trial).items() for word in (f"--{name}", repr(value))]
@@ -82,7 +85,8 @@ def main(args: Sequence[str] | None = None, pruner: optuna.pruners.BasePruner | 
     )
     left = options.trials - sum(trial.state.is_finished() for trial in study.trials)
     if left > 0:  # a run that fails, such as one that diverges, is a failed trial
-        study.optimize(lambda trial: run_trial(trial, options, rest), n_trials=left, catch=(RuntimeError,))
+        with on_signals(lambda number: sys.exit(75), [signal.SIGTERM]):  # `run_trial` ends its run then
+            study.optimize(lambda trial: run_trial(trial, options, rest), n_trials=left, catch=(OSError, RuntimeError))
     return study
 
 

@@ -38,13 +38,7 @@ _POLICY = (
     flag("--sampled", "sample actions instead of taking the most likely one"),
     arg("--env", "--env.id", metavar="ID", help="another env with the same spaces"),
     arg("--env.kwargs", metavar="JSON", help="other arguments of the env's constructor"),
-    arg(
-        "--env.max-episode-steps",
-        "--env.max_episode_steps",
-        type=int,
-        metavar="N",
-        help="another limit of episodes",
-    ),
+    arg("--env.max-episode-steps", "--env.max_episode_steps", type=int, metavar="N", help="another limit of episodes"),
 )
 _CONNECT = "address of the run's learner 0; on another machine it needs --wire.token-file and --wire.cert"
 

@@ -28,7 +28,7 @@ PAPERS = {
 SUITES = {"box2d": "Box2D", "mujoco.gym": "MuJoCo", "mujoco.dmc": "DeepMind Control", "gfootball": "Football"}
 HELP = """coterie list presets [PATTERN]   presets for `coterie train`, by paper
 coterie list envs [PATTERN]      installed environments, by suite
-coterie list matrix              the valid combinations of algorithm, acting, exchange and launch
+coterie list matrix [PATTERN]    the valid combinations of algorithm, acting, exchange and launch
 """
 
 
@@ -88,14 +88,16 @@ def listing(options: Namespace) -> int:
     what, pattern = options.what, options.pattern
     if what is None:
         print(HELP, end="")
-    elif what == "matrix":
+        return 0
+    if what == "matrix":
         from coterie.build.validity import table
 
-        print(table())
+        *head, rows = table().split("\n", 2)
+        what, found = "combinations", [row for row in rows.splitlines() if pattern.lower() in row.lower()]
     else:
         columns = max(40, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 0
-        found = list(lines(presets() if what == "presets" else envs(), pattern, columns))
-        if not found:
-            raise ConfigError(f"PATTERN: no {what} have {pattern!r} in their name or description")
-        print("\n".join(found))
+        head, found = [], list(lines(presets() if what == "presets" else envs(), pattern, columns))
+    if not found:
+        raise ConfigError(f"PATTERN: no {what} have {pattern!r} in their name or description")
+    print("\n".join([*head, *found]))
     return 0

@@ -48,7 +48,9 @@ class LocalBackend(Backend):
         try:
             frame = self.env.render()
         except Exception as error:
-            raise ConfigError(f"env.id: {self.spec.env_id!r} cannot be drawn: {one_line(error)}") from error
+            missing = isinstance(error, NotImplementedError) and not str(error)  # gymnasium's own
+            why = "it has no render() of its own" if missing else one_line(error)
+            raise ConfigError(f"env.id: {self.spec.env_id!r} cannot be drawn: {why}") from error
         if not isinstance(frame, np.ndarray):
             how = "its render() gave no array (an env whose constructor has the argument render_mode gets rgb_array)"
             raise ConfigError(f"env.id: {self.spec.env_id!r} gives no frames: {how}")

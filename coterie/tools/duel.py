@@ -23,6 +23,7 @@ from coterie.plugins import named_env
 from coterie.types import MASK, ConfigError
 
 RANDOM = "random"  # the member of every pool that plays at random
+REPLAYED = "COTERIE_REPLAYED"  # an environment variable: these games have been rated
 
 
 @functools.lru_cache(maxsize=32)
@@ -32,8 +33,11 @@ def frozen(folder: Path, name: str) -> Any:
 
     from coterie.build.evaluate import load
 
+    if not (weights := folder / f"{name}.safetensors").exists():
+        hint = "a replay can end before that game (--to) or begin with a later life (--from)"
+        raise ConfigError(f"the opponent {name} has left the pool of {folder.parent}: {hint}")
     policy = load(folder.parent, trust=True)  # the run that plays
-    policy.model.load_state_dict(load_file(folder / f"{name}.safetensors"))
+    policy.model.load_state_dict(load_file(weights))
     return policy
 
 
@@ -81,7 +85,7 @@ class Duel(gymnasium.Env[Any, Any]):
             self.game.step(action)
             reward = self.game.rewards[self.me] + self._opponents_turns()
         self.total += reward
-        if self._over and self.pool:
+        if self._over and self.pool and REPLAYED not in os.environ:
             results = Path(self.pool["folder"], "results", str(os.getpid()))
             with suppress(OSError), results.open("a") as lines:  # a game that is not rated is no reason to end
                 lines.write(f"{self.opponent} {(np.sign(self.total) + 1) / 2}\n")

@@ -11,24 +11,27 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from coterie.config import Config
 from coterie.parallel.affinity import available_cores
-from coterie.parallel.signals import on_signals, stop_with_parent
+from coterie.parallel.signals import HANDLED, WARNING, on_signals, stop_with_parent
 from coterie.runs import checkpoint
 from coterie.runs.metrics import RUN_FILES, file_name, read_metrics
 from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
 
 _RANK = (0, EXIT_INTERRUPTED, 2, 1)  # exit codes, the worst last
 _GRACE_S = 120
+_FILES = (".json", ".toml", ".yaml", ".yml")  # that a config may be in
 
 
 @dataclass(frozen=True)
@@ -53,11 +56,11 @@ class Job:
         found: dict[str, Any] | None = _read(self.beside(".json"))
         return found
 
-    def outcome(self) -> str:
-        """How it ended, in one line."""
+    def outcome(self, code: int = 0) -> str:
+        """How it ended, in one line. After a failure its last words: an earlier life may have left a summary."""
         if self.verb != "train" and self.report() is not None:
             return f"{self.verb} done"
-        if (summary := _read(self.folder / "summary.json")) is not None:
+        if code in (0, EXIT_INTERRUPTED) and (summary := _read(self.folder / "summary.json")) is not None:
             mean = summary["mean_return"]
             shown = "-" if mean is None else f"{mean:.1f}"
             return f"{summary['status']}, mean return {shown}, {summary['env_steps']:,} env steps"
@@ -81,7 +84,7 @@ class Job:
             if begun and not resumed:
                 self._clear()
             note.truncate(0)
-            note.write(json.dumps(list(self.args)))
+            note.write(json.dumps(self._asked()))
             note.flush()
             log = opened.enter_context(self.beside(".txt").open("ab" if resumed else "wb"))
             out = log if train else opened.enter_context(self.beside(".json").open("wb"))
@@ -89,7 +92,7 @@ class Job:
                 self._command(resumed), stdin=subprocess.DEVNULL, stdout=out, stderr=log,
                 env=env, pass_fds=[note.fileno()],
                 process_group=0,  # Ctrl-C reaches this process only, which passes it on
-                preexec_fn=stop_with_parent,
+                preexec_fn=_prepare,
             )  # fmt: skip
         if hasattr(os, "sched_setaffinity"):
             with suppress(OSError):
@@ -108,12 +111,17 @@ class Job:
             if (self.folder / "config.json").exists():
                 raise ConfigError(f"--out: {self.folder} holds a run that this command did not begin; name another")
             return False
-        if before != list(self.args):
-            options = " ".join(before)
-            raise ConfigError(
-                f"--out: {self.folder} was begun with other options ({options}); name another, or remove it"
-            )
+        if before != self._asked():
+            words = [word for word in before if isinstance(word, str)]
+            other = "other options" if words != list(self.args) else "another content of the config file"
+            said = f"{self.folder} was begun with {other} ({' '.join(words)})"
+            raise ConfigError(f"--out: {said}; name another, or remove it")
         return True
+
+    def _asked(self) -> list[Any]:
+        """Its options, and what the config files among them hold."""
+        files = [Path(word.removeprefix("--config=")) for word in self.args if word.endswith(_FILES)]
+        return [*self.args, *({"sha256": sha256(file.read_bytes()).hexdigest()} for file in files if file.is_file())]
 
     def _clear(self) -> None:
         """Remove the files of a run that ended before its first checkpoint, and nothing else."""
@@ -121,6 +129,12 @@ class Job:
         for name in (*RUN_FILES, "events.out.*"):
             for path in self.folder.glob(name):
                 path.unlink(missing_ok=True)
+
+
+def _prepare() -> None:
+    """Between fork and exec of a run."""
+    stop_with_parent()
+    signal.signal(WARNING, signal.SIG_IGN)  # until it handles that, with log.checkpoint_on_warning
 
 
 def _read(path: Path) -> Any:
@@ -206,7 +220,15 @@ def run_jobs(jobs: Sequence[Job], at_once: int, progress_every: float = 10.0) ->
     shares = [cores[i::slots] or [cores[i % len(cores)]] for i in range(slots)]
     running: dict[int, tuple[subprocess.Popen[bytes], Job]] = {}
     done, worst, printed, stop = len(jobs) - len(todo), 0, time.monotonic(), list[int]()
-    with on_signals(stop.append):
+
+    def note(number: signal.Signals) -> None:
+        if number != WARNING:
+            stop.append(number)
+        else:  # those that do not wait for it ignore it
+            for process, _ in running.values():
+                process.send_signal(number)
+
+    with on_signals(note, HANDLED):
         try:
             while (todo or running) and not stop:
                 for slot in range(slots):
@@ -219,7 +241,7 @@ def run_jobs(jobs: Sequence[Job], at_once: int, progress_every: float = 10.0) ->
                         del running[slot]
                         done += 1
                         worst = max(worst, code if code in _RANK else 1, key=_RANK.index)
-                        print(f"{job.name}: {job.outcome()} (exit {code}) {job.folder}", flush=True)
+                        print(f"{job.name}: {job.outcome(code)} (exit {code}) {job.folder}", flush=True)
                 if running and time.monotonic() - printed > progress_every:
                     printed = time.monotonic()
                     print(progress([job for _, job in running.values()], done, len(jobs)), flush=True)

@@ -68,6 +68,8 @@ TRAIN = ("train", "ppo", "--env", "CartPole-v1")
         (("resume",), "arguments are required: run; usage: coterie resume RUN [--steps N]"),
         (("list", "games"), "usage: coterie list [envs|presets|matrix]"),
         (("list", "envs", "zzz"), "PATTERN: no envs have 'zzz' in their name or description"),
+        (("list", "matrix", "zzz"), "PATTERN: no combinations have 'zzz' in their name or description"),
+        (("resume", "/nowhere", "--steps", "1e400"), "--steps: inf is not a whole number of env steps"),
         (("completion", "dos"), "bash"),
         (("reproduce", "gala-1c"), "FIGURE: 'gala-1c' is unknown; did you mean 'gala-1"),
         (("reproduce", "gala-1", "--budget", "tiny"), "--budget: 'tiny' is not smoke, small, full or a number"),
@@ -78,10 +80,7 @@ TRAIN = ("train", "ppo", "--env", "CartPole-v1")
         (("plan", "ppo", "--core-hour", "nan"), "--core-hour: must be at least 0, not nan"),
         (("plan", "ppo", "--target", "0"), "--target: 0 is not a number of frames/s above 0"),
         (("plan", "ppo", "--services", "/nowhere"), "--services: /nowhere cannot be read as JSON"),
-        (
-            ("actor", "--connect", "unix:s", "--env", "CartPole-v1", "--env.num-envs", "2"),
-            "--env.num-envs: the run decides this for its actors; leave it out",
-        ),
+        (("actor", "--connect", "unix:s", "--env", "x", "--env.num-envs", "2"), "--env.num-envs: the run decides this"),
         (("plan", "impala", "--env", "Pong-v5,Breakout-v5"), "env.id: plan needs a single task"),
     ],
 )
@@ -223,7 +222,8 @@ def test_list_names_envs_presets_and_cells_in_aligned_columns(capsys):
     assert len({line.index(line.split(maxsplit=1)[1]) for line in lines}) == 1
     assert max(map(len, lines)) <= 120
     assert [line.split()[0] for line in listed(capsys, "presets", "gossip")] == ["gala-a2c", "gala-ppo"]
-    assert "| ppo | inline | solo, allreduce, hogwild, store, gossip | local, ray |" in listed(capsys, "matrix")
+    cell = "| ppo | inline | solo, allreduce, hogwild, store, gossip | local, ray |"
+    assert listed(capsys, "matrix", "PPO")[2] == cell
     assert all(f"coterie list {what}" in "\n".join(listed(capsys)) for what in ("presets", "envs", "matrix"))
 
 

@@ -144,6 +144,11 @@ def test_an_env_whose_close_raises_can_be_used(monkeypatch):
     LocalBackend(env, [1]).close()
 
 
+def test_an_env_without_frames_says_that_it_does_not_draw_any():
+    with pytest.raises(CoterieError, match=r"CountingEnv' cannot be drawn: it has no render\(\) of its own$"):
+        LocalBackend(config.Env(id=COUNTING), [1]).render()
+
+
 def test_an_env_that_exits_is_a_bug_like_another_exception():
     says = r"SystemExit: no license \(.*flaky\.py, line"
     with make(FLAKY, 1, kwargs={"how": "quit", "at": 2}) as envs, pytest.raises(CoterieError, match=says):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import signal
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ optuna = pytest.importorskip("optuna")
 
 FILE = Path(__file__).parents[2] / "examples/optuna_search.py"
 ARGS = ("--env", "CartPole-v1", "--log.tensorboard", "False", "--eval.episodes", "1", "--evaluations", "2")
+TRIAL = "study-ppo-CartPole-v1-trial0"
 
 
 def search(folder: Path, *args: str, **options):
@@ -27,7 +31,7 @@ def test_a_study_continues_and_keeps_failed_trials(tmp_path):
     states, study = search(tmp_path, "--steps", "3000", "--trials", "1")
     assert states == ["COMPLETE"]
     (trial,) = study.trials
-    config = json.loads((tmp_path / "study-trial0/config.json").read_text())
+    config = json.loads((tmp_path / TRIAL / "config.json").read_text())
     assert config["optim"]["lr"] == trial.params["optim.lr"]
     assert list(trial.intermediate_values.values())[-1] == trial.value
     assert len(trial.intermediate_values) >= 1
@@ -40,7 +44,20 @@ class Always(optuna.pruners.BasePruner):
         return True
 
 
-def test_a_pruned_trial_ends_with_a_checkpoint(tmp_path):
-    states, _ = search(tmp_path, "--steps", "200000", "--evaluations", "100", "--trials", "1", pruner=Always())
-    assert states == ["PRUNED"]
-    assert json.loads((tmp_path / "study-trial0/summary.json").read_text())["status"] == "interrupted"
+class Stop(optuna.pruners.BasePruner):
+    def prune(self, study, trial):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return False
+
+
+@pytest.mark.parametrize("pruner", [Always(), Stop()])
+def test_a_trial_that_is_pruned_or_stopped_ends_with_a_checkpoint(tmp_path, pruner):
+    options = ("--steps", "200000", "--evaluations", "100", "--trials", "1")
+    with pytest.raises(SystemExit, match="75") if isinstance(pruner, Stop) else nullcontext():
+        assert search(tmp_path, *options, pruner=pruner)[0] == ["PRUNED"]
+    assert json.loads((tmp_path / TRIAL / "summary.json").read_text())["status"] == "interrupted"
+
+
+def test_a_folder_that_is_taken_is_a_failed_trial(tmp_path):
+    (tmp_path / TRIAL).mkdir()
+    assert search(tmp_path, "--trials", "1")[0] == ["FAIL"]

@@ -28,6 +28,7 @@ from coterie.tools.selfplay import SelfPlay
 from coterie.types import MASK, ConfigError
 from tests.support.commands import run_example
 from tests.support.crowd import DUOS, Crowd
+from tests.tools.replay.test_replay import replayed
 
 
 def test_a_full_disk_does_not_end_self_play(tmp_path, monkeypatch):
@@ -172,6 +173,13 @@ def test_opponents_of_both_kinds_play_in_every_space(kind: str, tmp_path: Path, 
     assert seen == {"random", "7"}
 
 
+def test_an_opponent_that_has_left_the_pool_is_named(tmp_path: Path) -> None:
+    env = Duel("classic/rps_v2")
+    env.pool = {"folder": str(tmp_path), "members": ["7"]}
+    with pytest.raises(ConfigError, match=r"the opponent 7 has left the pool of .* before that game"):
+        env.reset(seed=1)
+
+
 class Small(SelfPlay):
     size = 3
 
@@ -197,6 +205,9 @@ def test_a_run_keeps_a_pool_that_it_resumes_with(preset: str, game: str, tmp_pat
     lines = [line for line in read_metrics(tmp_path / "run") if "selfplay/win_rate" in line]
     assert 0 < lines[-1]["selfplay/win_rate"] < 1
     assert read_metrics(tmp_path / "run")[-1]["selfplay/elo"] == pool["elo"]
+    if preset == "ppo":  # a replay plays the same games, which the rating does not count again
+        assert replayed(tmp_path / "run", "", 1)[0].rollouts == 1
+        assert not list((tmp_path / "run" / "selfplay" / "results").iterdir())
     coterie.resume(tmp_path / "run", steps=3000, quiet=True)
     after = json.loads((tmp_path / "run" / "selfplay" / "pool.json").read_text())
     assert len(after["members"]) > len(pool["members"])

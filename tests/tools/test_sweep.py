@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,39 @@ def test_a_running_job_keeps_its_output(tmp_path):
         with pytest.raises(ConfigError, match="is being trained by another process"):
             job.start([0])
     assert job.outcome() == "not UTF-8: \ufffd"
+
+
+def test_a_run_that_fails_says_why_though_an_earlier_life_has_left_a_summary(tmp_path):
+    job = recorded(tmp_path / "run")
+    job.beside(".txt").write_text("20 of 40 env steps\ncoterie: the disk is full\n")
+    (job.folder / "summary.json").write_text('{"status": "finished", "mean_return": 1.5, "env_steps": 20}')
+    assert job.outcome(1) == "coterie: the disk is full"
+    assert job.outcome() == job.outcome(75) == "finished, mean return 1.5, 20 env steps"
+
+
+def test_a_sweep_with_another_config_file_is_another_sweep(tmp_path, monkeypatch):
+    monkeypatch.setattr(Job, "_command", lambda self, resumed: [sys.executable, "-c", ""])
+    file = tmp_path / "cartpole.toml"
+    for words in ((str(file), "--seed", "1"), (f"--config={file}",)):
+        file.write_text("steps = 500")
+        job = Job("a", words, tmp_path / f"run{len(words)}")
+        assert run_jobs([job], 1) == 0
+        assert not job.done()  # nothing was trained
+        file.write_text("steps = 900")
+        with pytest.raises(ConfigError, match=r"was begun with another content of the config file \([^{]*\); name"):
+            job.done()
+
+
+def test_a_warning_is_passed_on_to_the_runs_that_wait_for_it(tmp_path, monkeypatch):
+    code = """if True:
+        import os, signal, sys, time
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN  # it does not end a run that has not begun
+        signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
+        os.kill(os.getppid(), signal.SIGUSR1)
+        time.sleep(60)
+    """
+    monkeypatch.setattr(Job, "_command", lambda self, resumed: [sys.executable, "-c", code])
+    assert run_jobs([Job("a", (), tmp_path / "run")], 1) == 75
 
 
 @pytest.mark.slow

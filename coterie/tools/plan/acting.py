@@ -11,6 +11,7 @@ import numpy as np
 import simpy
 
 from coterie.acting.batching import choose_batch, has_room
+from coterie.acting.window import Window, window_of
 from coterie.tools.plan.des import Cores, Link, Process
 from coterie.tools.plan.learners import Acted, SimLearner
 
@@ -161,6 +162,7 @@ class SimCentral(SimActing):
         self.pending: list[SimRequest] = []
         self.columns = 0  # of rollouts that are begun and not learned
         self.publications = 0
+        self.window = Window(0 if lay.lockstep else window_of(lay.config.max_lag, lay.batch, math.ceil(lay.steps)))
         self.sim.process(self._infer())
         while True:
             yield learner.chip.work(learner.costs.unroll.fixed, "act")
@@ -169,6 +171,7 @@ class SimCentral(SimActing):
             learner.news.ring()
             batch = yield from self.take(lay.batch)
             yield from learner.train(batch)
+            self.window.trained(lay.batch)
             self.columns -= lay.batch
             learner.news.ring()
 
@@ -180,11 +183,13 @@ class SimCentral(SimActing):
         """One group of an env host."""
         learner, lay = self.learner, self.layout
         width, rollouts = lay.width // lay.groups, 0
+        newest = lay.hosts > 0 and lay.config.central.newest_frame  # else they share memory with the learner
+        sent = width * (lay.frame_share if newest else 1.0)
         while True:
             versions = list[int]()
-            # Real streams have memory for two rollouts each: the limit of finished and unfinished ones is the same.
-            while self.publications <= (rollouts if lay.lockstep else 0) or not self._has_room():
+            while self.publications <= (rollouts if lay.lockstep else 0) or not self._may_begin(width):
                 yield learner.news.next
+            ticket = self.window.begin(width)
             self.columns += width
             oldest = learner.steps
             for _ in range(lay.unroll):
@@ -196,14 +201,17 @@ class SimCentral(SimActing):
                     yield place.down.send(8.0 * width)
                 yield self.step(place.cores, width)
                 yield place.cores.work(self.costs.env.fixed, "env")
-                yield from self.send(place, width, self.services.obs_bytes * width)
+                yield from self.send(place, sent, self.services.obs_bytes * sent)
+            self.window.finish(ticket)
             for _ in range(width):
                 self.finished.put(Acted(sum(versions) / lay.unroll, min(oldest, *versions)))
             rollouts += 1
 
-    def _has_room(self) -> bool:
+    def _may_begin(self, width: int) -> bool:
+        """Real streams have memory for two rollouts each: the limit of finished and unfinished ones is the same."""
         lay = self.layout
-        return has_room(self.columns, lay.width * lay.producers, lay.batches * lay.batch)
+        room = has_room(self.columns, lay.width * lay.producers, lay.batches * lay.batch)
+        return room and self.window.may_begin(width)
 
     def _infer(self) -> Process:
         learner, lay = self.learner, self.layout

@@ -16,7 +16,7 @@ from coterie.envs.make import make_spec
 from coterie.exchange.table import EXCHANGES
 from coterie.parallel.affinity import available_cores
 from coterie.tools.plan.layout import Hardware, layout
-from coterie.tools.plan.measure import measure
+from coterie.tools.plan.measure import measure, provenance
 from coterie.tools.plan.search import cheapest
 from coterie.tools.plan.services import Services, load, save
 from coterie.tools.plan.simulate import Result, is_simulated, simulate
@@ -36,12 +36,16 @@ def plan(config: Config, asked: argparse.Namespace) -> int:
         raise ConfigError(f"--seconds: {asked.seconds:g} is not a number of seconds from 1 to 86400")
     if asked.target is not None and not 0 < asked.target < math.inf:
         raise ConfigError(f"--target: {asked.target:g} is not a number of frames/s above 0")
+    if asked.save_services is not None:
+        asked.save_services.parent.mkdir(parents=True, exist_ok=True)
     services = measure(config, asked.seconds) if asked.services is None else load(asked.services)
     if hardware.gpus and services.accelerator is None:
         raise ConfigError("--gpus: the services have no accelerator: measure them where there is one")
     if asked.save_services is not None:
         save(services, asked.save_services)
-    c = services.costs
+    here, c = provenance(config), services.costs
+    if other := [f"{k} {v}" for k, v in services.about.items() if v != here.get(k, v)]:
+        print("coterie: the services were measured with other settings:", ", ".join(other), file=sys.stderr)
     if noisy := [k for k, line in (("env", c.env), ("act", c.act), ("train", c.train)) if line.misfit > 0.2]:
         print("coterie: too noisy to measure:", *noisy, "(use an idle machine, or --seconds 120)", file=sys.stderr)
     spec = make_spec(config.env, config.atari)

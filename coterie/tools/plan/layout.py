@@ -60,6 +60,7 @@ class RunLayout:
     chunk: int  # samples of one part at most; 0: any
     batches: int = 1  # that there is memory for
     lockstep: bool = False
+    frame_share: float = 1.0  # of an observation's bytes: one frame of each stack
 
     @property
     def kind(self) -> ActingKind[Any]:
@@ -139,12 +140,13 @@ def layout(config: Config, spec: Spec, hardware: Hardware, acting: str, exchange
     waiting = 2 + (0 if section is None else section.queue)
     batches = batches_of(own, math.ceil(steps)) if kind.own_policy else 1 if lockstep else waiting
     trainers = 1 if gpu else mine.torch_threads
+    frames = replace(spec, obs={k: replace(x, shape=x.shape[1:]) if x.is_image else x for k, x in spec.obs.items()})
     return RunLayout(
         acting=acting, exchange=exchange, config=own, hardware=h, learners=everywhere, producers=producers, width=width,
         groups=groups, env_threads=max(1, -(-threads // groups)), act_threads=min(groups, trainers),
         train_threads=trainers, unroll=unroll, batch=batch, steps=steps, samples=samples,
         chunk=own.optim.chunk if gpu else mine.chunk, batches=batches,
-        lockstep=lockstep,
+        lockstep=lockstep, frame_share=frames.obs_bytes / max(1, spec.obs_bytes),
     )  # fmt: skip
 
 

@@ -98,8 +98,14 @@ def measure(config: Config, seconds: float) -> Services:
         obs_bytes=obs_bytes,
         weight_bytes=first["weight_bytes"],
         learners=len(found),
-        about={"preset": config.preset, "env": config.env.id, "torso": config.model.torso, "envs": list(widths)},
+        about={**provenance(config), "envs": list(widths)},
     )
+
+
+def provenance(config: Config) -> dict[str, Any]:
+    """The settings that most of the costs follow from, as JSON has them."""
+    net = config.model
+    return {"preset": config.preset, "env": config.env.id, "torso": net.torso, "hidden": list(net.hidden)}
 
 
 def _run(configs: list[ResolvedConfig], spec: Spec, seconds: float) -> list[dict[str, Any]]:

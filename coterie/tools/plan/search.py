@@ -53,7 +53,7 @@ def cheapest(
     config: Config, spec: Spec, services: Services, most: Hardware, target: float, seed: int = 0
 ) -> tuple[Result | None, Result | None]:
     """The layout that reaches `target` frames/s for the fewest dollars per hour, the fastest of several; or None, and
-    the result of the layout with the highest ceiling.
+    the fastest result of any acting x exchange, each in its layout with the highest ceiling.
     """
     found = sorted(candidates(config, spec, most), key=lambda x: x.dollars_per_hour)
     for _, same in groupby(found, key=lambda x: x.dollars_per_hour):
@@ -61,15 +61,17 @@ def cheapest(
         for one in same:
             if ceiling(one, services) * services.action_repeat * _NOISE < max(target, best.frames_per_s if best else 0):
                 continue
-            with suppress(CoterieError):  # too large: a smaller layout of its kind was simulated
+            with suppress(CoterieError):  # no cost of its exchange, or too large: a smaller one was simulated
                 result = simulate(one, services, seed)
                 best = result if best is None else max(best, result, key=lambda x: x.frames_per_s)
         if best is not None and best.frames_per_s >= target:
             return best, None
-    for one in sorted(found, key=lambda x: -ceiling(x, services)):
-        with suppress(CoterieError):
-            return None, simulate(one, services, seed)
-    return None, None
+    rated: dict[str, Result] = {}
+    for one in sorted(found, key=lambda x: (-ceiling(x, services), -x.learners)):  # many have the same ceiling
+        if one.name not in rated:
+            with suppress(CoterieError):
+                rated[one.name] = simulate(one, services, seed)
+    return None, max(rated.values(), key=lambda x: x.frames_per_s, default=None)
 
 
 def _doubling(most: int) -> list[int]:

@@ -52,7 +52,7 @@ class Services:
     weight_bytes: float = 0.0  # of the net's weights
     learners: int = 2  # that `exchange` was measured between
     accelerator: Costs | None = None  # act, train, exchange there; env and unroll are what a core does beside it
-    about: dict[str, Any] = field(default_factory=dict)  # provenance; unused
+    about: dict[str, Any] = field(default_factory=dict)  # what was measured, see `measure.provenance`
 
     def __post_init__(self) -> None:
         if self.action_repeat < 1 or self.learners < 2 or not 0 < self.valid <= 1:
@@ -87,7 +87,8 @@ def from_json(data: dict[str, Any]) -> Services:
 
 def _costs(data: dict[str, Any]) -> Costs:
     lines = {name: LinearCost(**line) for name, line in data.items() if name != "exchange"}
-    exchange = {name: float(data["exchange"][name]) for name in EXCHANGES if name in data["exchange"]}
+    given = data["exchange"]
+    exchange = {name: float(given[name]) for name in EXCHANGES if name in given or name == "solo"}
     return Costs(exchange=exchange, **lines)
 
 

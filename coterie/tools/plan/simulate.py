@@ -22,7 +22,7 @@ from coterie.tools.plan.des import Cores
 from coterie.tools.plan.layout import RunLayout
 from coterie.tools.plan.learners import Shared, SimLearner
 from coterie.tools.plan.services import Services
-from coterie.types import CoterieError
+from coterie.types import ConfigError, CoterieError
 
 _ENOUGH, _LEAST, _MOST_EVENTS = 300_000, 6, 10_000_000  # rounds and events
 _SATURATED = 0.95  # share of a part's time from which it is the bottleneck
@@ -128,6 +128,8 @@ def simulate(layout: RunLayout, services: Services, seed: int = 0) -> Result:
     """Rates, lag and shares over about 1200 rows of each env, or fewer in large layouts, after the layout's whole
     memory has been used once.
     """
+    if layout.exchange not in services.chip(layout.gpus > 0).exchange:
+        raise ConfigError("the services have no cost of this exchange")
     world = World(layout, services, seed)
     # Envs that began together end their unrolls together, and learners that meet go on together: a rate is only right
     # over whole rounds of all of them.

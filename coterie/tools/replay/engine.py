@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from coterie.parallel.threads import set_torch
 from coterie.plugins import named
 from coterie.roles.learner_process import LearnerProcess
 from coterie.roles.life import digest_of_state
+from coterie.tools.duel import REPLAYED
 from coterie.tools.replay.compare import Comparison, Differs, Odd, cause
 from coterie.types import ConfigError, CoterieError, Rollout, one_line
 
@@ -93,12 +95,14 @@ class Replay:
 
         threads = [threading.Thread(target=work, args=each, daemon=True) for each in self.lives.items()]
         restore = set_torch(self.config.deterministic)  # as in a learner's process
+        os.environ[REPLAYED] = "1"  # for the processes of its envs
         try:
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
         finally:
+            os.environ.pop(REPLAYED, None)
             restore()
         for bug in bugs:
             raise bug

@@ -19,8 +19,8 @@ from coterie.runs.metrics import read_metrics
 from coterie.types import Array, ConfigError
 
 _MORE = ("summary.json", "machine.json")
-# Options that do not make a different method: where and for how long a run went.
-_PLACE = ("seed", "out", "steps", "log.", "ray.", "wire.", "preset")
+# Options that do not make a different method: where a run went.
+_PLACE = ("seed", "out", "log.", "ray.", "wire.", "preset")
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,8 @@ def differences(runs: Sequence[RecordedRun]) -> dict[str, list[Any]]:
     """Options in which runs differ, with each run's value; None if a run's version did not have the option."""
     names = dict.fromkeys(name for run in runs for name in run.config)
     found = {name: [run.config.get(name) for run in runs] for name in names if not name.startswith(_PLACE)}
+    if len({(run.env, run.config.get("steps")) for run in runs}) == len({run.env for run in runs}):
+        found.pop("steps", None)  # each env has its number of them
     return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
 
 

@@ -275,7 +275,7 @@ def checklist(methods: Sequence[Method]) -> Table:
     hours = sum(float(run.lines[-1]["seconds"]) for run in runs if run.lines) / 3600
     rows = [
         ["command", each(m["command"] for m in machines)],
-        ["settings", "all are in config.json of each run's folder; `coterie train FOLDER/config.json` repeats the run"],
+        ["settings", "config.json of each run's folder: `coterie train FOLDER/config.json --out NEW` repeats the run"],
         ["how settings were chosen", "not known to this page: add it where you publish it"],
         ["runs", f"{len(runs)}, of {len(methods)} methods; all runs given to this page are shown"],
         ["seeds", ", ".join(map(str, seeds))],

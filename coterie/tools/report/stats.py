@@ -38,8 +38,10 @@ def interval(
 
 
 def on_grid(series: Sequence[tuple[Array, Array]], points: int = 200) -> tuple[Array, Array]:
-    """Curves `(x, y)` on one grid of x that all of them cover, by linear interpolation: `[P]` and `[curves, P]`."""
-    series = [(x, y) for x, y in series if len(x)]
+    """Curves `(x, y)` on one grid of x that all of them cover, by linear interpolation: `[P]` and `[curves, P]`. One
+    that has no two points yet is left out.
+    """
+    series = [(x, y) for x, y in series if len(x) > 1]
     if not series:
         return np.empty(0), np.empty((0, 0))
     low, high = max(x[0] for x, _ in series), min(x[-1] for x, _ in series)

@@ -88,12 +88,22 @@ def test_central_acting_waits_for_its_smallest_batch_but_not_without_end():
     assert simulate(alone, services(BARE)).env_steps_per_s == pytest.approx(1 / 0.012, rel=0.02)  # no more are there
 
 
+def test_the_lag_of_central_acting_is_bounded_by_max_lag():
+    """A slow learner: its memory has room for far more rollouts than may begin."""
+    slow, own = replace(COSTS, train=LinearCost(1.0, 0.0)), layout("central", producers=4, batches=20)
+    bounded = replace(own, config=replace(own.config, max_lag=9))
+    assert simulate(bounded, services(slow)).lag_max <= 9 < simulate(own, services(slow)).lag_mean
+
+
 def test_latency_and_bandwidth_slow_a_host_down():
     own = layout("central", hardware=Hardware(cores=4, hosts=1, latency=0.01), unroll=50, batches=50)
     assert simulate(own, services(BARE)).env_steps_per_s == pytest.approx(1 / (0.012 + 0.02), rel=0.01)
     thin = replace(own, hardware=Hardware(cores=4, hosts=1, bandwidth=1000.0))
     result = simulate(thin, services(BARE, obs_bytes=100.0))
     assert result.env_steps_per_s == pytest.approx(1 / (0.012 + 0.1 + 0.008), rel=0.01)
+    newest = layout("central", hardware=thin.hardware, unroll=50, batches=50, **{"central.newest_frame": True})
+    result = simulate(replace(newest, frame_share=0.25), services(BARE, obs_bytes=100.0))
+    assert result.env_steps_per_s == pytest.approx(1 / (0.012 + 0.025 + 0.008), rel=0.01)
     many = replace(thin, producers=20, hardware=replace(thin.hardware, hosts=20))
     full = simulate(many, services(BARE, obs_bytes=100.0))
     assert full.env_steps_per_s == pytest.approx(10.0, rel=0.02)

@@ -148,6 +148,7 @@ def test_a_comparison_page_has_every_part(page):
         "interquartile",
         "What differs",
         "Reproducibility",
+        "FOLDER/config.json --out NEW",
         "a &lt;fast&gt; one",
         "data:video/mp4;base64,",
     ):

@@ -45,6 +45,15 @@ def test_runs_on_different_envs_are_one_method(tmp_path):
     assert "env.id" in differences(found[0].runs)
 
 
+def test_runs_of_different_lengths_are_different_methods_unless_each_env_has_one(tmp_path):
+    for game, steps, seed in (("Pong-v5", 500, 0), ("Pong-v5", 500, 1), ("Breakout-v5", 900, 0)):
+        record(tmp_path / f"{game}{seed}", "ppo", seed, game, steps=steps)
+    assert [len(m.runs) for m in methods(find_runs([str(tmp_path)]))] == [3]
+    record(tmp_path / "z", "ppo", 2, "Pong-v5", steps=700)
+    found = methods(find_runs([str(tmp_path)]))
+    assert [m.label for m in found] == ["ppo (steps 900)", "ppo (steps 500)", "ppo (steps 700)"]
+
+
 def test_scores_of_atari_games_are_human_normalized(tmp_path):
     for k in range(3):
         record(tmp_path / f"p{k}", "ppo", seed=k, env="Pong-v5", level=14.6 / 0.95)
@@ -134,3 +143,4 @@ def test_curves_are_interpolated_on_their_common_range():
     assert curves.tolist() == [[4, 5, 6, 7, 8], [1, 1.5, 2, 2.5, 3]]
     assert on_grid([(np.array([0.0, 1]), np.zeros(2)), (np.array([2.0, 3]), np.zeros(2))])[0].size == 0
     assert on_grid([(np.empty(0), np.empty(0))])[0].size == 0
+    assert on_grid([(np.array([2.0, 3]), np.ones(2)), (np.ones(1), np.ones(1))], 2)[1].tolist() == [[1, 1]]
