@@ -46,6 +46,12 @@ def _whole_rows(config: ResolvedConfig) -> int:
     return capacity // envs // unroll * unroll
 
 
+def _needed(config: Config) -> int:
+    """Rows of an env that the replay needs more than: a sequence stays until the next one is whole."""
+    r2d2 = config.r2d2
+    return r2d2.burn_in + r2d2.length + max(0, r2d2.stride - 2 * _unroll(config))
+
+
 def _blocks(config: Config, spec: Spec) -> Blocks:
     r2d2, unroll = config.r2d2, _unroll(config)
     with making():
@@ -58,7 +64,7 @@ class R2D2(QLearning[Sequences]):
 
     batch_axis = 1
     refusals = (
-        *value_refusals(_whole_rows, lambda c: c.r2d2.burn_in + c.r2d2.length),
+        *value_refusals(_whole_rows, _needed),
         Refusal(
             lambda c, s: not is_recurrent(c.model),
             "MEMORY",

@@ -21,7 +21,7 @@ from coterie.algorithms.base import ON_CPU, AlgorithmBase, Batch, Compute, Loss,
 from coterie.algorithms.replay_size import fits_gpu, replay_capacity
 from coterie.config import Config, ResolvedConfig
 from coterie.models.base import Model
-from coterie.replay.priority import Picks
+from coterie.replay.priority import Picks, Priorities, rng_state, set_rng_state
 from coterie.replay.storage import Capacity
 from coterie.replay.transitions import TransitionReplay
 from coterie.types import Array, Rollout, Spec, map_tensors
@@ -44,6 +44,7 @@ class Replay(Protocol[ROut]):
     """Stores rollouts, and samples batches of them by priority."""
 
     room: Capacity
+    priorities: Priorities
 
     @property
     def size(self) -> int: ...
@@ -99,7 +100,7 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
         self.batch_rows = config.q.batch_size * self.rows_per_sample(config)  # env steps that a batch trains on
         self.chunk = max(1, self.chunk // self.rows_per_sample(config)) if self.chunk else 0  # samples of a part
         self.team = compute.team  # looks ahead
-        self.sampling: np.random.Generator | None = None  # a secondary learner's; else the replay has its own
+        self.sampling: np.random.Generator | None = None  # a secondary learner's own, else the replay's
         self.replay: Replay[R] | None = None
         self.lender: ReplayLearning[R] | None = None  # a secondary learner samples from this one's replay
         self.target: torch.nn.Module | None = None
@@ -197,10 +198,13 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
             self.replay, self.stored = self.lender.replay, self.lender.stored - rollout.reward.numel()
         elif self.replay is None:
             self.replay = self._replay_for(rollout.reward.device)
+            self.sampling = self.replay.priorities.rng
             if state := {k: x for k, x in self.saved.items() if k.startswith("replay/")}:
                 self.replay.load_state_dict(state)
             else:
-                self.stored = 0  # the replay was not saved and is refilled
+                self.stored, self.due = 0, 0.0  # the replay was not saved and is refilled
+        if self.sampling is not None and "sampling" in self.saved:
+            set_rng_state(self.sampling, self.saved["sampling"].numpy())
         self.saved = {}
 
     def _replay_for(self, device: torch.device) -> Replay[R]:
@@ -267,11 +271,14 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
         target = {} if self.target is None else self.target.state_dict()
         saves = self.config.replay.save and self.lender is None
         replay = self.replay.state_dict() if self.replay is not None and saves else {}
+        rng = None if replay else self.sampling  # a saved replay has it: digests in older flight records stay equal
+        sampling = {} if rng is None else {"sampling": torch.from_numpy(rng_state(rng))}
         return {
             "entropy_adjustment": torch.zeros(1, dtype=torch.float64),  # part of the digests in older flight records
             **super().state_dict(),
             **{f"target/{k}": x for k, x in target.items()},
             **replay,
+            **sampling,
             "counts": torch.tensor([self.rows, self.stored, self.copied, self.due], dtype=torch.float64),
             "rng": self.rng.get_state(),
         }

@@ -94,7 +94,8 @@ def replay_refusals(
             lambda c, s: rows(c) <= needed(c),
             "replay.capacity",
             "must be larger: each env of a learner needs more than algo.unroll_length + q.n_step + atari.stack rows, "
-            "for r2d2 more than r2d2.burn_in + r2d2.length, rounded down to whole rollouts",
+            "for r2d2 more than r2d2.burn_in + length + max(0, stride - 2 x algo.unroll_length), rounded down to whole "
+            "rollouts",
         ),
         Refusal(lambda c, s: 0 < c.replay.envs < c.env.num_envs, "replay.envs", "must not be below env.num_envs"),
         Refusal(

@@ -69,15 +69,15 @@ class SACNetwork(Network):
 
     def _build(self, obs: dict[str, ObsSpec], q: Q | None) -> None:
         inputs, actions = sum(math.prod(s.shape) for s in obs.values()), len(self.spec.action.low)
-        layers: list[nn.Module] = []
-        for a, b in pairwise((inputs, *self.config.hidden)):
+        layers, sizes = list[nn.Module](), (inputs, *self.config.hidden)
+        for a, b in pairwise(sizes):
             layers += [nn.Linear(a, b), nn.ReLU(inplace=True)]
         self.torso, self.value_torso = nn.Sequential(*layers), None
-        self.policy = init(nn.Linear(self.config.hidden[-1], 2 * actions), 0.01)
+        self.policy = init(nn.Linear(sizes[-1], 2 * actions), 0.01)
         self.critics = Critics(inputs + actions, self.config.hidden)
 
     def _forward(self, inputs: Inputs, obs: Obs, core_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        x = self.torso(_flat(obs).to(compute_dtype(next(self.torso.parameters()))))
+        x = self.torso(_flat(obs).to(compute_dtype(next(self.torso.parameters(), self.policy.weight))))
         mean, log_std = self.policy(x.float()).chunk(2, -1)
         return torch.cat((mean, log_std.clamp(*_LOG_STD)), -1), torch.zeros_like(mean[..., :1]), None
 

@@ -159,13 +159,16 @@ class Group:
         return batch, fresh
 
     def _check_legal(self, batch: StepResults, bad: Mapping[int, str]) -> None:
-        """Raise where no action is legal. Where the episode ended, all are: none is taken."""
+        """Raise where no action is legal, except at an episode's end: there all are, but if it was truncated, the mask
+        stays, because the value of the best legal action is bootstrapped.
+        """
         if not self.backend.spec.masked:
             return
         mask, spec = batch.obs[MASK], self.backend.spec
-        mask[batch.terminated | batch.truncated] = True
+        none = ~spec.legal_rows(mask)
+        mask[batch.terminated | (batch.truncated & none)] = True
         first = self._first[self._asked] | batch.first
-        for row in np.flatnonzero(~spec.legal_rows(mask)):
+        for row in np.flatnonzero(none & ~batch.terminated & ~batch.truncated):
             if (i := int(self._asked[row])) not in bad:
                 step = 0 if first[row] else self._length[i] + 1
                 raise CoterieError(

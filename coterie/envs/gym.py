@@ -164,27 +164,27 @@ class Instance:
         self.seed, self.restart, self.infos = None, False, {}
 
     def _begin(self, obs: Any, info: dict[str, Any]) -> None:
-        self.write(self.rows[0], obs, info, True)
         self._outcome(self.rows[0], 0.0, False, False, True)
+        self.write(self.rows[0], obs, info, True)
 
     def step(self) -> None:
-        answer = parts_of("step", self.env.step(self.choice(self.rows[0])), STEP)
-        obs, reward, terminated, truncated, info = answer
+        obs, reward, terminated, truncated, info = parts_of("step", self.env.step(self.choice(self.rows[0])), STEP)
         self.restart, self.infos = bool(terminated or truncated), {self.rows[0]: info}
-        self.write(self.rows[0], obs, info, not self.restart)
         self._outcome(self.rows[0], number(reward), bool(terminated), bool(truncated), False)
+        self.write(self.rows[0], obs, info, not terminated)
 
     def choice(self, row: int) -> Any:
         return only(self.space, self.actions.nested(self.arrays["action"][row][None]))
 
     def write(self, row: int, obs: Any, info: Mapping[str, Any], goes_on: bool) -> None:
-        """An observation; where the episode does not go on, all actions are legal."""
+        """An observation, after `_outcome`. All actions are legal if not `goes_on`, or if truncated without a mask."""
         for f in self.fields:
             target = self.arrays[f"obs/{f.name}"]
             if f.name == MASK and self.masked and not goes_on:
                 target[row] = True
             elif f.name == MASK and self.mask:
-                given = self.env.get_wrapper_attr(_METHOD)() if self.mask == "method" else info.get(MASK, "missing")
+                default = None if self.arrays["truncated"][row] else "missing"
+                given = self.env.get_wrapper_attr(_METHOD)() if self.mask == "method" else info.get(MASK, default)
                 target[row] = mask_row(given, self.space, target.shape[1])
             else:
                 target[row] = fitting(f, obs, target)
@@ -211,18 +211,17 @@ class TeamInstance(Instance):
         self.restart = not self.env.playing
 
     def _write_all(self, actions: Any, obs: Any, reward: Any, terminated: Any, truncated: Any, info: Any) -> None:
-        playing, self.infos = set(self.env.playing), {}
-        for row, agent in zip(self.rows, self.env.members, strict=True):
+        playing, rows = set(self.env.playing), dict(zip(self.env.members, self.rows, strict=True))
+        self.infos = {rows[agent]: info.get(agent, {}) for agent in actions}
+        for agent, row in rows.items():
             acted, goes_on = agent in actions, agent in playing
-            if agent in obs:
-                self.write(row, obs[agent], info.get(agent, {}), goes_on)
-            elif self.masked:
-                self.arrays[f"obs/{MASK}"][row] = True
             over = acted and bool(terminated.get(agent))
             cut = acted and not over and (bool(truncated.get(agent)) or not goes_on)
             self._outcome(row, number(reward.get(agent, 0.0)) if acted else 0.0, over, cut, not acted)
-            if acted:
-                self.infos[row] = info.get(agent, {})
+            if agent in obs:
+                self.write(row, obs[agent], info.get(agent, {}), goes_on or cut)
+            elif self.masked and not cut:  # then the last observation keeps its mask
+                self.arrays[f"obs/{MASK}"][row] = True
 
 
 def only(space: spaces.Space[Any], batch: Any) -> Any:
@@ -280,8 +279,7 @@ def numbers(info: Any, n: int, depth: int = _DEEPEST) -> dict[str, Array]:
 
 
 def make_instance(env_id: str, env: GymEnv, seed: int, rows: range, arrays: dict[str, Array], mask: str) -> Instance:
-    kind = TeamInstance if isinstance(env, Team) else Instance
-    return kind(env_id, env, seed, rows, arrays, mask)
+    return (TeamInstance if isinstance(env, Team) else Instance)(env_id, env, seed, rows, arrays, mask)
 
 
 def read_batch(
@@ -292,9 +290,11 @@ def read_batch(
     given: Mapping[int, Mapping[str, float]] = {},
 ) -> StepResults:
     """Copies of the rows `ids`. `given`: numbers in the info of some of them."""
-    obs = from_entries({k: arrays[f"obs/{k}"][ids] for k in spec.obs})
+    obs = {k: arrays[f"obs/{k}"][ids] for k in spec.obs}
     terminated, truncated = arrays["terminated"][ids], arrays["truncated"][ids]
     info = {name: np.array([given.get(i, {}).get(name, np.nan) for i in ids.tolist()])
             for name in {name for one in given.values() for name in one}}  # fmt: skip
     reward, over, first = arrays["reward"][ids], terminated | truncated, arrays["first"][ids]
-    return StepResults(obs, reward, terminated, truncated, over, info, failed, first)
+    if spec.masked:
+        obs[MASK][over & ~spec.legal_rows(obs[MASK])] = True
+    return StepResults(from_entries(obs), reward, terminated, truncated, over, info, failed, first)

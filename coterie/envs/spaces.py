@@ -183,7 +183,7 @@ class ActionMap:
         """The inverse: `[n, *spec.shape]` of actions that the env took, in its structure."""
         if self.space is None:
             x = np.asarray(a) if self.offset is None else np.asarray(a) - self.offset
-            x = x if self.scale is None else x / self.scale
+            x = x if self.scale is None else x / np.where(self.scale, self.scale, np.inf)  # 0 between equal bounds
             return np.asarray(x, self.spec.dtype).reshape(len(x), *self.spec.shape)
         given = [leaf_of(a, path) for path, _ in leaf_spaces(self.space)]
         out = np.zeros((len(given[0]), *self.spec.shape), self.spec.dtype)

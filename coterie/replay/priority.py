@@ -17,6 +17,16 @@ LEAST = 1e-6  # lowest priority: rows without error may still be sampled
 _WIDTH = 64
 
 
+def rng_state(rng: np.random.Generator) -> Array:
+    """A generator's state, as bytes."""
+    return np.frombuffer(json.dumps(rng.bit_generator.state).encode(), np.uint8).copy()
+
+
+def set_rng_state(rng: np.random.Generator, state: Array) -> None:
+    """Set what `rng_state` returned."""
+    rng.bit_generator.state = json.loads(state.tobytes())
+
+
 class SumTree:
     """`size` leaves, float64, not negative; every inner node is the sum of its children."""
 
@@ -114,10 +124,9 @@ class Priorities:
         self.set(at[keep], np.maximum(fresh[keep], LEAST))
 
     def state_dict(self) -> dict[str, Array]:
-        rng = np.frombuffer(json.dumps(self.rng.bit_generator.state).encode(), np.uint8).copy()
-        return {"leaves": self.tree.leaves, "highest": np.array([self.highest]), "rng": rng}
+        return {"leaves": self.tree.leaves, "highest": np.array([self.highest]), "rng": rng_state(self.rng)}
 
     def load_state_dict(self, state: dict[str, Array]) -> None:
         self.tree.set(np.arange(self.tree.size), state["leaves"])
         self.highest = float(state["highest"][0])
-        self.rng.bit_generator.state = json.loads(state["rng"].tobytes())
+        set_rng_state(self.rng, state["rng"])

@@ -157,6 +157,7 @@ def test_data_that_does_not_fit_is_refused_with_one_line(
         spaces.MultiDiscrete([3, 2], start=[1, 0]),
         spaces.MultiBinary(3),
         spaces.Box(np.array([-2.0, 0.0]), np.array([6.0, math.inf]), dtype=np.float64),
+        spaces.Box(np.array([-2.0, 1.0], np.float32), np.array([6.0, 1.0], np.float32)),
         spaces.Box(2, 5, (2,), np.int64),
         spaces.Dict(
             {"aim": spaces.Box(-1, 3, (2,)), "both": spaces.Tuple((spaces.Discrete(3), spaces.MultiBinary(2)))}
@@ -171,6 +172,7 @@ def test_actions_of_a_data_set_become_a_policys(space: Any):
     chosen = found.from_env(batch)
     assert chosen.shape == (5, *found.spec.shape)
     assert chosen.dtype == found.spec.dtype
+    assert np.isfinite(chosen).all()
     back = list(iterate(batch_space(space, 5), found.nested(found.to_env(chosen))))
     for one, other in zip(back, taken, strict=True):
         np.testing.assert_allclose(spaces.flatten(space, one), spaces.flatten(space, other), atol=1e-6)

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from coterie.algorithms.r2d2 import R2D2
 from coterie.build.resources import resolve_config
 from coterie.ops.q import rescale, unscale
 from coterie.roles.learner_process import LearnerProcess
 from tests.algorithms.harness import CORE, build, drawn, moved
-from tests.conftest import after, make_config
+from tests.conftest import VECTOR, after, make_config, make_rollout
 
 
 @pytest.mark.parametrize("stored", [True, False])
@@ -88,3 +89,21 @@ def test_r2d2s_loss_and_priorities_are_the_definitions():
         priority = 0.9 * np.abs(errors).max() + 0.1 * np.abs(errors).mean()
         assert float(loss.priority[i]) == pytest.approx(priority, abs=1e-4)
     assert float(loss.total.detach()) == pytest.approx(total / (12 * 4), abs=1e-4)
+
+
+@pytest.mark.parametrize(("stride", "room"), [(18, 4), (18, 5), (96, 17), (96, 18)])
+def test_a_replay_that_is_empty_at_times_is_refused(stride, room):
+    """It overwrites a sequence before the next one, `stride` rows later, is whole. `room`: in rollouts of each env."""
+    algorithm, model = build(**{**CORE, "r2d2.stride": stride, "replay.capacity": 8 * 6 * room})
+    found = [x.field for x in R2D2.refusals if x.applies(algorithm.config, VECTOR)]
+    refused = room < (18 + stride) // 6 - 1
+    assert ("replay.capacity" in found) == refused
+    sizes, last = [], None
+    for i in range(40):
+        rollout = make_rollout(VECTOR, 6, 8, i, core_size=8)
+        if last is not None:
+            rollout.obs[0] = last  # it goes on from the one before
+        last = rollout.obs[-1]
+        list(algorithm.batches(model, rollout))
+        sizes.append(algorithm.replay.size)
+    assert (0 in sizes[2:]) == refused

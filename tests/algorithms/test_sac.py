@@ -43,8 +43,9 @@ def test_the_squashed_density_is_torchs() -> None:
     torch.testing.assert_close(log_prob, oracle.log_prob(oracle.transforms[0](x)).float(), atol=1e-3, rtol=1e-4)
 
 
-def test_both_critics_are_mlps_and_frozen_ones_pass_gradients_to_their_input_only() -> None:
-    critics, x = Critics(5, (8, 8)), torch.randn(7, 5, requires_grad=True)
+@pytest.mark.parametrize("hidden", [(8, 8), ()])
+def test_both_critics_are_mlps_and_frozen_ones_pass_gradients_to_their_input_only(hidden: tuple[int, ...]) -> None:
+    critics, x = Critics(5, hidden), torch.randn(7, 5, requires_grad=True)
     layers = list(critics.parameters())
     for k in (0, 1):
         y = x
@@ -58,11 +59,13 @@ def test_both_critics_are_mlps_and_frozen_ones_pass_gradients_to_their_input_onl
     assert x.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize(("given", "nats"), [("auto", -2.0), (0.0, 0.0), (-3.5, -3.5)])
-def test_the_loss_is_the_papers_and_the_target_follows(given: Any, nats: float) -> None:
+@pytest.mark.parametrize(
+    ("given", "nats", "hidden"), [("auto", -2.0, (8, 8)), (0.0, 0.0, (8, 8)), (-3.5, -3.5, (8, 8)), ("auto", -2.0, ())]
+)
+def test_the_loss_is_the_papers_and_the_target_follows(given: Any, nats: float, hidden: tuple[int, ...]) -> None:
     assert config_of(["sac", "--env", "Pendulum-v1", f"--sac.target-entropy={given}"]).sac.target_entropy == given
-    sizes = {"env.num_envs": 8, "algo.unroll_length": 6, "algo.gamma": 0.9}
-    config = make_config(algorithm="sac", **SMALL, **sizes, **{"sac.target_entropy": given})
+    sizes = {"env.num_envs": 8, "algo.unroll_length": 6, "algo.gamma": 0.9, "model.hidden": hidden}
+    config = make_config(algorithm="sac", **{**SMALL, **sizes, "sac.target_entropy": given})
     algorithm, model = make_algorithm(config, SPEC), make_model(config, SPEC)  # type: ignore[arg-type]
     assert isinstance(algorithm, SAC)
     assert isinstance(model, SACNetwork)

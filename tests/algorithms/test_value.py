@@ -218,13 +218,39 @@ def test_a_replay_that_was_not_saved_is_gathered_again_before_it_is_trained_on()
     algorithm, model = build(**changes)
     drawn(algorithm, model, 6)
     again, _ = build(**changes)
-    again.load_state_dict({k: x.clone() for k, x in algorithm.state_dict().items()})
+    state = {k: x.clone() for k, x in algorithm.state_dict().items()}
+    state["counts"][-1] = 400.0  # samples that are due: it was saved amid the batches of a rollout
+    again.load_state_dict(state)
     model = moved(model)
     assert [len(drawn(again, model, 1, seed=9 + i)) for i in range(4)] == [0, 0, 0, 2]
     assert again.rows == 10 * 48
     # The target network is the checkpoint's, not the weights' of now.
     saved = algorithm.target_model.state_dict()
     assert all(torch.equal(x, saved[k]) for k, x in again.target_model.state_dict().items())
+
+
+@pytest.mark.parametrize("secondary", [False, True])
+def test_the_random_numbers_of_sampling_go_on_without_a_saved_replay(secondary):
+    changes = {"q.learn_start": 10**6}
+    primary, model = build(**changes)
+    drawn(primary, model, 1)
+
+    def begun(state):
+        algorithm, _ = build(**changes)
+        if secondary:
+            algorithm.borrow(primary)
+        if state:
+            algorithm.load_state_dict(state)
+        drawn(algorithm, model, 1)
+        return algorithm
+
+    algorithm = begun({})
+    fresh = algorithm.sampling.bit_generator.state
+    algorithm.sampling.random(3)
+    state = {k: x.clone() for k, x in algorithm.state_dict().items()}
+    assert begun(state).sampling.bit_generator.state == algorithm.sampling.bit_generator.state != fresh
+    del state["sampling"]  # checkpoints of earlier versions have none
+    assert begun(state).sampling.bit_generator.state == fresh
 
 
 def test_the_dqn_of_an_image_keeps_single_frames():

@@ -151,6 +151,23 @@ def test_replay_that_does_not_fit_is_refused_with_the_number():
         TrajectoryReplay(10**11, 0).add(make_rollout(VECTOR, 5, 8))
 
 
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"acting": "decoupled", "decoupled.batch_size": 1}, True),
+        ({"vtrace.minibatch": 1}, True),
+        ({"vtrace.replay_share": 0.05}, True),
+        ({"vtrace.replay_share": 0.06, "vtrace.minibatch": 9}, False),
+        ({"vtrace.replay_share": 0.0}, False),
+        ({"vtrace.minibatch": 1, "vtrace.replay_capacity": 0}, False),
+    ],
+)
+def test_a_share_too_small_for_a_replayed_rollout_is_refused(changes, refused):
+    config = make_config(**{"algorithm": "vtrace", "env.num_envs": 8, "vtrace.replay_capacity": 100, **changes})
+    found = [refusal.field for refusal in VTrace.refusals if refusal.applies(config, VECTOR)]
+    assert found == ["vtrace.replay_share"] * refused
+
+
 def test_the_effective_sample_size_is_that_of_the_valid_rows_and_a_small_one_is_said_once():
     measure, valid, said = OffPolicy(), torch.rand(6, 4) < 0.7, []
     log_ratio = torch.randn(6, 4) * 3

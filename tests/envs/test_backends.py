@@ -229,7 +229,9 @@ def test_decorrelation_takes_seeded_random_steps_that_do_not_count():
 
 def test_groups_take_their_random_steps_at_the_same_time(monkeypatch):
     sent, step = [], Group._step
-    monkeypatch.setattr(Group, "_step", lambda self, ids, action: (sent.append(self.env_id[0]), step(self, ids, action)))
+    monkeypatch.setattr(
+        Group, "_step", lambda self, ids, action: (sent.append(self.env_id[0]), step(self, ids, action))
+    )
     with make(COUNTING, 4, kwargs={"length": 40}, decorrelate=20) as one:
         alone = one.recv(0)
     sent.clear()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from gymnasium.wrappers import TimeLimit
 
 import coterie
 from coterie.algorithms.q_base import greedy
@@ -25,6 +26,7 @@ from coterie.wire.codec import Refused, check_values
 from tests.conftest import make_config
 from tests.support.cells import ON_POLICY
 from tests.support.crowd import Crowd
+from tests.support.masked import Masked
 from tests.support.services import recorded
 
 MASKED = "tests.support.masked:Masked"
@@ -35,10 +37,12 @@ def config_of(where: str = "obs", kind: str = "discrete", **changes: Any) -> Any
     return make_config(**{"env.id": MASKED, "env.kwargs": kwargs, "env.num_envs": 4, "env.decorrelate": 7, **changes})
 
 
+@pytest.mark.parametrize("limit", [0, 3])
 @pytest.mark.parametrize("kind", ["discrete", "multi", "mixed"])
 @pytest.mark.parametrize("where", ["obs", "info", "sample", "method"])
-def test_a_mask_arrives_from_wherever_the_env_has_it(where: str, kind: str) -> None:
-    config = config_of(where, kind)
+def test_a_mask_arrives_from_wherever_the_env_has_it(where: str, kind: str, limit: int) -> None:
+    """Also where an episode is truncated: the value of the best legal action is bootstrapped there."""
+    config = config_of(where, kind, **{"env.max_episode_steps": limit})
     spec, rng = make_spec(config.env, config.atari), np.random.default_rng(0)
     assert spec.masked
     assert list(spec.obs) == ["count" if where == "obs" else "observation", "action_mask"] or where == "obs"
@@ -52,6 +56,31 @@ def test_a_mask_arrives_from_wherever_the_env_has_it(where: str, kind: str) -> N
             expected = (count + np.arange(4)) % 3 != 0
             np.testing.assert_array_equal(mask[~seen.terminated, :4], expected[~seen.terminated])
             envs.send(0, random_actions(spec.action, rng, 4, seen.obs))
+
+
+class Silent(Masked):
+    """Its info has no mask at step 3."""
+
+    def _see(self) -> tuple[Any, dict[str, Any]]:
+        obs, info = super()._see()
+        return obs, {} if self.count == 3 else info
+
+
+@pytest.mark.parametrize(("env", "where"), [(Masked, "obs"), (Masked, "info"), (Silent, "info")])
+def test_all_is_legal_where_an_episode_is_truncated_and_no_action_is_legal_or_the_mask_is_missing(
+    env: type[Masked], where: str
+) -> None:
+    name = f"{env.__module__}:{env.__name__}"
+    config = config_of(where, "multi", kwargs={"stuck": 3}, **{"env.id": name, "env.max_episode_steps": 3})
+    spec, rng, cut = make_spec(config.env, config.atari), np.random.default_rng(0), 0
+    with make_envs(config.env, config.atari, seed=1) as envs:
+        for _ in range(9):
+            seen = envs.recv(0)
+            assert seen.obs[MASK][seen.truncated].all()
+            cut += seen.truncated.sum()
+            envs.send(0, random_actions(spec.action, rng, 4, seen.obs))
+    assert cut > 4
+    assert coterie.check_env(lambda: TimeLimit(env(where, "multi", stuck=3), 3), steps=60) == []
 
 
 STUCK = f"env 8 of '{MASKED}': its action_mask allows no action at step %d of an episode"

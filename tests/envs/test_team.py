@@ -105,14 +105,20 @@ def test_an_env_that_breaks_is_replaced_with_all_its_agents(how: str, says: str)
     check_returns(seen)
 
 
+@pytest.mark.parametrize(("limit", "bare"), [(0, False), (4, True)])
 @pytest.mark.parametrize("where", ["obs", "info"])
-def test_each_agent_has_its_action_mask(where: str) -> None:
-    with make(CROWD, 6, kwargs={"mask": where}) as envs:
+def test_each_agent_has_its_action_mask(where: str, limit: int, bare: bool) -> None:
+    """At a time limit, too, and where the last observation is that of the step before; nothing is legal at an end."""
+    with make(CROWD, 6, kwargs={"mask": where, "bare": bare}, max_episode_steps=limit) as envs:
         rng = np.random.default_rng(0)
         for _ in range(20):
             seen = envs.recv(0)
             envs.send(0, random_actions(envs.spec.action, rng, 6, seen.obs))  # the env raises at an illegal one
-            assert seen.obs["action_mask"][seen.terminated | seen.truncated].all()
+            assert isinstance(seen.obs, dict)
+            (x,), mask = (y for k, y in seen.obs.items() if k != "action_mask"), seen.obs["action_mask"]
+            legal = np.arange(4) != x[:, :1] % 4 if bare else np.ones((6, 4), bool)
+            np.testing.assert_array_equal(mask[seen.truncated], legal[seen.truncated])
+            assert mask[seen.terminated].all()
 
 
 def test_an_env_of_pettingzoo_is_found_by_its_id() -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers import TimeLimit
 
 import coterie
 from coterie import config
@@ -19,6 +21,7 @@ from coterie.types import CoterieError
 from tests.conftest import make_config
 from tests.envs.env_harness import check_counting, make, play
 from tests.support import vectors
+from tests.support.masked import Masked
 
 COUNTING, GYMNASIUMS, MASKED = (f"tests.support.vectors:{name}" for name in ("Counting", "gymnasiums", "masked"))
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -114,6 +117,19 @@ def test_a_mask_in_the_observation_is_respected(tmp_path: Any) -> None:
     """`Masked` raises at an illegal choice."""
     config = run_of(MASKED, out=str(tmp_path / "run"), **{"env.num_envs": 3})
     assert coterie.train(config, quiet=True)["status"] == "finished"
+
+
+def cut(num_envs: int) -> Any:
+    return SyncVectorEnv([lambda: TimeLimit(Masked(), 3)] * num_envs, autoreset_mode=AutoresetMode.NEXT_STEP)
+
+
+def test_a_mask_holds_where_an_episode_is_truncated() -> None:
+    with make(f"{__name__}:cut", 3, backend="vector") as envs:
+        for step in range(12):
+            seen = envs.recv(0)
+            assert seen.truncated.all() == (step % 4 == 3)
+            np.testing.assert_array_equal(seen.obs["action_mask"], [(step % 4 + np.arange(4)) % 3 != 0] * 3)
+            envs.send(0, seen.obs["action_mask"].argmax(1))
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
