@@ -280,7 +280,7 @@ def signature(name: str, what: Callable[..., Any]) -> str:
 def documented(match: re.Match[str]) -> str:
     """The signatures and docstrings of a public name."""
     what = getattr(coterie, name := match[1])
-    made = "" if name in GIVEN else f"```python\n{signature(f'coterie.{name}', what)}\n```\n\n"
+    made = "" if name in GIVEN else f"```py\n{signature(f'coterie.{name}', what)}\n```\n\n"
     text = f"{made}{inspect.getdoc(what)}\n"
     for method, function in vars(what).items() if inspect.isclass(what) else ():
         doc = inspect.getdoc(function.fget if isinstance(function, property) else function)
@@ -291,7 +291,7 @@ def documented(match: re.Match[str]) -> str:
         ):
             shown = method if isinstance(function, property) else signature(method, function)
             shown = shown.replace("__call__", name.lower())
-            text += f"\n```python\n{shown}\n```\n\n{doc}\n"
+            text += f"\n```py\n{shown}\n```\n\n{doc}\n"
     return f"<!-- coterie.{name} -->\n\n### coterie.{name}\n\n{text}\n<!-- end -->"
 
 

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +65,15 @@ def shrink(command: list[str]) -> list[str]:
         return [*command, "--env.num-envs", "4", "--env.decorrelate", "0"]
     if "resume" in command and "--steps" in command:
         command[command.index("--steps") + 1] = "500"
+    for option in {"--export-step", "--to", "--from"} & set(command):  # of a replay: learner steps
+        command[command.index(option) + 1] = "4"
     if "eval" in command:
         return [*command, "--episodes", "2"]
     return command
 
 
 def run(args: list[str]) -> int:
-    """In this process: starting Python and torch anew for each takes longer than most commands do."""
+    """In this process: starting Python and torch for each takes longer than most commands do."""
     if "--launch" in args:  # Ray has threads and warnings of its own
         return subprocess.run([sys.executable, "-m", "coterie", *args], timeout=300).returncode
     try:
@@ -86,10 +89,7 @@ def lend(words: list[str], env: dict[str, str]) -> None:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     assert main(["keys", "keys", "--host", "127.0.0.1"]) == 0
     preset = ["seed-vtrace", "--actors", "0"] if words[1] == "envs" else ["impala", "--actors", "1"]
-    keys = [
-        f"--wire.{k}={Path('keys', name)}"
-        for k, name in (("token-file", "token"), ("cert", "cert.pem"), ("key", "key.pem"))
-    ]
+    keys = ["--wire.token-file=keys/token", "--wire.cert=keys/cert.pem", "--wire.key=keys/key.pem"]
     train = ["coterie", "train", *preset, "--env", "CartPole-v1", "--wire.bind", address, *keys, "--out", "run"]
     for option, value in (
         ("--connect", address),
@@ -220,10 +220,11 @@ def test_a_command_runs(page, line, page_modules, capsys):
         assert words[0] == "coterie", line
         if "--web" in words and shutil.which("npm") is None:
             pytest.skip("no npm here: apt install npm")
-        if words[1] in ("eval", "watch", "resume", "report", "compare", "dashboard", "export", "replay"):
-            for out in [words[2]] if words[1] != "compare" else [f"{words[2]}/a", f"{words[2]}/b"]:
-                start = ["coterie", "train", "ppo", "--env", "CartPole-v1", "--out", out]
-                assert run(shrink(start)) == 0
+        read = [words[2]] if words[1] in ("eval", "watch", "resume", "report", "dashboard", "export", "replay") else []
+        read += [f"{words[2]}/{name}" for name in "ab" if words[1] == "compare"]
+        read += [value for option, value in pairwise(words) if option == "--init-from"]
+        for out in read:
+            assert run(shrink(["coterie", "train", "ppo", "--env", "CartPole-v1", "--out", out])) == 0
         if "--services" in words:
             services = Path(words[words.index("--services") + 1])
             assert run(shrink(["coterie", *words[1:5], "--seconds", "1", "--save-services", str(services)])) == 0

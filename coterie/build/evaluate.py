@@ -198,6 +198,8 @@ class Policy:
                 raise ConfigError(f"obs: a dict with keys {', '.join(keys)} is needed, not {given}") from error
             hint = "for one env, give each array a first axis: np.asarray(x)[None]"
             raise ConfigError(f"obs: not a batch of what the env gives: {reason_of(error)}; {hint}") from error
+        if "" in self.spec.obs and isinstance(obs, dict):
+            raise ConfigError("obs: an array is needed, not a dict")
         if self._outside:
             if action_mask is None:
                 raise ConfigError("action_mask: this policy needs one, [B, choices]: the env's info or action_masks()")
@@ -255,8 +257,7 @@ def weights_of(tensors: checkpoint.Tensors, learner: str) -> dict[str, Tensor]:
                 for k, x in next(iter(models.values())).items()}  # fmt: skip
     if not learner.isdecimal() or int(learner) not in models:
         known = [*map(str, sorted(models)), "mean", *(["secondary"] if second is not None else [])]
-        hint = "; `best` is now 0" if learner == "best" else ""
-        raise ConfigError(f"learner: {learner!r} is not one of {', '.join(known)}{hint}")
+        raise ConfigError(f"learner: {learner!r} is not one of {', '.join(known)}")
     return models[int(learner)]
 
 
@@ -284,10 +285,7 @@ def evaluate_run(
 def show(result: dict[str, Any]) -> str:
     """What `evaluate_run` found, for people."""
     several = result.get("tasks", [])
-    lines = [
-        f"{task['env']}: {task['mean_return']:.2f} +- {task['stderr']:.2f} ({task['episodes']} episodes)"
-        for task in several
-    ]
+    lines = ["{env}: {mean_return:.2f} +- {stderr:.2f} ({episodes} episodes)".format(**task) for task in several]
     score = f"{result['mean_return']:.2f} +- {result['stderr']:.2f}"
     if several:
         known = are_normalized(task["env"] for task in several)

@@ -9,6 +9,7 @@ from functools import lru_cache
 import numpy as np
 from torch import Tensor
 
+from coterie.envs.spaces import on_host
 from coterie.parallel.params import FlatParams
 from coterie.types import Array, Rollout, entries
 
@@ -27,12 +28,12 @@ def rollout_sums(rollout: Rollout) -> tuple[int, str]:
 
     Where the weights were equal, a difference of the first comes from the arithmetic; of the second alone, from an env.
     """
-    first = zlib.crc32(b"".join(_array(x)[0].tobytes() for x in (rollout.action, rollout.behavior_log_prob)))
+    first = zlib.crc32(b"".join(on_host(x)[0].tobytes() for x in (rollout.action, rollout.behavior_log_prob)))
     rows, envs = rollout.reward.shape
-    total = _odd(rows) @ (_words(_array(rollout.reward)).reshape(rows, envs) + _ends(rollout))
+    total = _odd(rows) @ (_words(on_host(rollout.reward)).reshape(rows, envs) + _ends(rollout))
     for x in entries(rollout.obs).values():
         if x.device.type == "cpu":
-            words = _words(_array(x)[-1]).reshape(envs, -1)
+            words = _words(on_host(x)[-1]).reshape(envs, -1)
             total = total + words @ _odd(words.shape[1])
     return first, base64.b64encode((total >> np.uint32(16)).astype(np.uint16).tobytes()).decode()
 
@@ -45,13 +46,8 @@ def differing_envs(a: str, b: str, env_id: Tensor) -> list[int]:
 
 def _ends(rollout: Rollout) -> Array:
     """`[T, B]`: 0 in the middle of an episode, and other numbers at terminations and truncations."""
-    terminated, truncated = (_array(x).view(np.uint8) for x in (rollout.terminated, rollout.truncated))
+    terminated, truncated = (on_host(x).view(np.uint8) for x in (rollout.terminated, rollout.truncated))
     return terminated + np.uint32(2) * truncated
-
-
-def _array(x: Tensor) -> Array:
-    """A tensor as numpy sees it, which is faster with the few numbers of a rollout."""
-    return x.cpu().numpy()
 
 
 def _words(x: Array) -> Array:

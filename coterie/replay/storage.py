@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coterie.envs.spaces import on_host
 from coterie.ops.returns import turns
 from coterie.parallel.affinity import machine_memory
 from coterie.replay.priority import Picks, Priorities
@@ -249,8 +250,3 @@ def take(x: Tensor, columns: list[int]) -> Array:
     """Columns of a rollout's field, on the host."""
     taken: Array = on_host(x)[:, columns]
     return taken
-
-
-def on_host(x: Tensor | Array) -> Array:
-    found: Array = x.cpu().numpy() if isinstance(x, Tensor) else x
-    return found

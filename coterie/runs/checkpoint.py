@@ -257,7 +257,7 @@ def digest(tensors: Tensors) -> str:
         for name, x in sorted(tensors[group].items()):
             x = x.detach().cpu().contiguous()
             total.update(f"{group}/{name}:{x.dtype}:{tuple(x.shape)}:".encode())
-            total.update(x.reshape(-1).view(torch.uint8).numpy().data)
+            total.update(x.reshape(-1).view(torch.uint8).numpy().data if x.numel() else b"")  # numpy's empty: stride 0
     return total.hexdigest()
 
 

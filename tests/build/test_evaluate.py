@@ -98,6 +98,9 @@ def test_a_recurrent_policy_outside_of_training_keeps_and_resets_its_state(tmp_p
         policy(obs[0])
     with pytest.raises(ConfigError, match=r"^obs: \[B, 4\] is needed, not \[3, 3\]$"):
         policy(obs[:, :3])
+    for given in ({"x": obs}, {}):
+        with pytest.raises(ConfigError, match=r"^obs: an array is needed, not a dict$"):
+            policy(given)
     with pytest.raises(ConfigError, match=r"^episodes: 0 must be at least 1"):
         evaluate_run(out, episodes=0)
     policy(obs)

@@ -206,6 +206,9 @@ def test_a_digest_depends_on_names_dtypes_shapes_and_bytes_but_not_on_order() ->
     a, b = torch.arange(4.0), torch.ones(2)
     digest = checkpoint.digest({"m": {"a": a, "b": b}, "n": {}})
     assert digest == checkpoint.digest({"n": {}, "m": {"b": b.clone(), "a": a[:]}})
+    empty = torch.zeros(0, dtype=torch.int64)
+    strided = empty.as_strided((0,), (0,))  # as numpy's are
+    assert checkpoint.digest({"m": {"e": empty}}) == checkpoint.digest({"m": {"e": strided}})
     changed = [{"a": a, "c": b}, {"a": a.view(2, 2), "b": b}, {"a": a.view(torch.int32), "b": b}, {"a": a}]
     assert len({digest, *(checkpoint.digest({"m": m}) for m in (*changed, {"a": a, "b": b + 1e-7}))}) == 6
 
