@@ -85,10 +85,14 @@ def write(entry: Entry, record: Record) -> None:
     entry.path.write_text(json.dumps({"command": entry.typed, **record}, separators=(",", ":")) + "\n")
 
 
-def work(chosen: list[Entry], runs: Path) -> None:
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # and of all children
+def give_way() -> None:
+    """Use only idle cores, with all children. It also holds for other processes of this session."""
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     with suppress(OSError):  # Linux shares cores among sessions first, where idle processes count as others do
         Path("/proc/self/autogroup").write_text("19")
+
+
+def work(chosen: list[Entry], runs: Path) -> None:
     for entry in chosen:
         if entry.done:
             continue
@@ -115,6 +119,7 @@ def main() -> None:
     options = parser.parse_args()
     chosen = [e for e in entries() if not options.patterns or any(p in f"/{e.name}" for p in options.patterns)]
     if options.what == "run":
+        give_way()
         work(chosen, options.runs.absolute())
     elif options.what == "page":
         league_page.write()

@@ -86,7 +86,9 @@ def main(args: Sequence[str] | None = None, pruner: optuna.pruners.BasePruner | 
     left = options.trials - sum(trial.state.is_finished() for trial in study.trials)
     if left > 0:  # a run that fails, such as one that diverges, is a failed trial
         with on_signals(lambda number: sys.exit(75), [signal.SIGTERM]):  # `run_trial` ends its run then
-            study.optimize(lambda trial: run_trial(trial, options, rest), n_trials=left, catch=(OSError, RuntimeError))
+            study.optimize(
+                lambda trial: run_trial(trial, options, rest), n_trials=left, catch=(FileExistsError, RuntimeError)
+            )
     return study
 
 

@@ -271,7 +271,7 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
         target = {} if self.target is None else self.target.state_dict()
         saves = self.config.replay.save and self.lender is None
         replay = self.replay.state_dict() if self.replay is not None and saves else {}
-        rng = None if replay else self.sampling  # a saved replay has it: digests in older flight records stay equal
+        rng = None if replay else self.sampling  # a saved replay has it
         sampling = {} if rng is None else {"sampling": torch.from_numpy(rng_state(rng))}
         return {
             "entropy_adjustment": torch.zeros(1, dtype=torch.float64),  # part of the digests in older flight records

@@ -257,7 +257,8 @@ def weights_of(tensors: checkpoint.Tensors, learner: str) -> dict[str, Tensor]:
                 for k, x in next(iter(models.values())).items()}  # fmt: skip
     if not learner.isdecimal() or int(learner) not in models:
         known = [*map(str, sorted(models)), "mean", *(["secondary"] if second is not None else [])]
-        raise ConfigError(f"learner: {learner!r} is not one of {', '.join(known)}")
+        hint = "; `best` is now 0" if learner == "best" else ""
+        raise ConfigError(f"learner: {learner!r} is not one of {', '.join(known)}{hint}")
     return models[int(learner)]
 
 

@@ -70,7 +70,7 @@ def train(options: Namespace, rest: list[str]) -> int:
 
 
 def resume(options: Namespace) -> int:
-    if options.steps < 0 or options.steps % 1 != 0:  # which of infinity is NaN
+    if options.steps < 0 or options.steps % 1 != 0:  # inf % 1 is NaN
         raise ConfigError(f"--steps: {options.steps} is not a whole number of env steps")
     with _starts("importing torch", options) as starting:
         from coterie.launch.session import resume as run

@@ -290,11 +290,9 @@ def read_batch(
     given: Mapping[int, Mapping[str, float]] = {},
 ) -> StepResults:
     """Copies of the rows `ids`. `given`: numbers in the info of some of them."""
-    obs = {k: arrays[f"obs/{k}"][ids] for k in spec.obs}
+    obs = from_entries({k: arrays[f"obs/{k}"][ids] for k in spec.obs})
     terminated, truncated = arrays["terminated"][ids], arrays["truncated"][ids]
     info = {name: np.array([given.get(i, {}).get(name, np.nan) for i in ids.tolist()])
             for name in {name for one in given.values() for name in one}}  # fmt: skip
     reward, over, first = arrays["reward"][ids], terminated | truncated, arrays["first"][ids]
-    if spec.masked:
-        obs[MASK][over & ~spec.legal_rows(obs[MASK])] = True
-    return StepResults(from_entries(obs), reward, terminated, truncated, over, info, failed, first)
+    return StepResults(obs, reward, terminated, truncated, over, info, failed, first)

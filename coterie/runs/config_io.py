@@ -23,7 +23,7 @@ from coterie.config import Config, Env, Range
 from coterie.plugins import FIELDS, GIVEN, PARTS
 from coterie.runs.files import write_whole
 from coterie.runs.objects import name_of
-from coterie.runs.peer_names import PEERS
+from coterie.runs.old_names import OLD, PEERS
 from coterie.types import ConfigError, json_object, reason_of
 
 _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", NoneType: "null"}
@@ -138,6 +138,8 @@ def _build(cls: type, data: Any, prefix: str) -> Any:
     for name, value in data.items():
         dotted = prefix + name
         if name not in hints:
+            if _is_old_default(dotted, value):
+                continue
             raise ConfigError(f"{_name(dotted)}: no such field{_nearest(dotted)}")
         kind = plain(hints[name])
         values[name] = (
@@ -146,6 +148,20 @@ def _build(cls: type, data: Any, prefix: str) -> Any:
             else _coerce(dotted, kind, value)
         )
     return cls(**values)
+
+
+def _is_old_default(name: str, value: Any) -> bool:
+    """Whether an unknown field is an option of an older version, or a section of such, at its default. Raises a
+    `ConfigError` that names the new option where it has another value.
+    """
+    if isinstance(value, dict) and any(old.startswith(f"{name}.") for old in OLD):
+        return all(_is_old_default(f"{name}.{field}", one) for field, one in value.items())
+    if name not in OLD:
+        return False
+    default, reason = OLD[name]
+    if default is not None and value != default:
+        raise ConfigError(f"{name}: {reason}")
+    return True
 
 
 def save_config(path: Path, config: Config) -> None:
@@ -172,6 +188,8 @@ def field_name(given: str, value: Any, dashes: str = "") -> str:
         return name
     name = _ALIASES.get(name, name) if isinstance(value, str) else name
     name = f"plugins.{name}" if name in PARTS and isinstance(value, str) and ":" in value else name
+    if name in OLD:
+        raise ConfigError(f"{dashes}{_name(given)}: {OLD[name][1]}")
     if name not in TYPES and not (dataclasses.is_dataclass(value) and any(f.startswith(f"{name}.") for f in TYPES)):
         raise ConfigError(f"{dashes}{_name(given)}: no such {'option' if dashes else 'field'}{_nearest(name)}")
     return name

@@ -128,6 +128,8 @@ def _play(backend: Backend) -> Iterator[StepResults]:
     backend.reset(ids)
     for k in count():
         answer = backend.recv()
+        if spec.masked:
+            answer.obs[MASK][answer.terminated | answer.truncated] = True  # the action after it is ignored
         if spec.masked and not spec.legal_rows(answer.obs[MASK]).all():
             raise ConfigError(f"{MASK}: nothing is legal after {k} random actions, and no episode ended")
         yield answer

@@ -34,8 +34,9 @@ def frozen(folder: Path, name: str) -> Any:
     from coterie.build.evaluate import load
 
     if not (weights := folder / f"{name}.safetensors").exists():
-        hint = "a replay can end before that game (--to) or begin with a later life (--from)"
-        raise ConfigError(f"the opponent {name} has left the pool of {folder.parent}: {hint}")
+        replay = "; a replay can end before that game (--to) or begin with a later life (--from)"
+        hint = replay if REPLAYED in os.environ else ""
+        raise ConfigError(f"the opponent {name} has left the pool of {folder.parent}{hint}")
     policy = load(folder.parent, trust=True)  # the run that plays
     policy.model.load_state_dict(load_file(weights))
     return policy

@@ -57,7 +57,7 @@ class Job:
         return found
 
     def outcome(self, code: int = 0) -> str:
-        """How it ended, in one line. After a failure its last words: an earlier life may have left a summary."""
+        """How it ended, in one line. After a failure: the last line of its output."""
         if self.verb != "train" and self.report() is not None:
             return f"{self.verb} done"
         if code in (0, EXIT_INTERRUPTED) and (summary := _read(self.folder / "summary.json")) is not None:
@@ -111,9 +111,9 @@ class Job:
             if (self.folder / "config.json").exists():
                 raise ConfigError(f"--out: {self.folder} holds a run that this command did not begin; name another")
             return False
-        if before != self._asked():
-            words = [word for word in before if isinstance(word, str)]
-            other = "other options" if words != list(self.args) else "another content of the config file"
+        words = [word for word in before if isinstance(word, str)]
+        if before != (list(self.args) if words == before else self._asked()):  # earlier versions saved the words alone
+            other = "other options" if words != list(self.args) else "a different config file"
             said = f"{self.folder} was begun with {other} ({' '.join(words)})"
             raise ConfigError(f"--out: {said}; name another, or remove it")
         return True

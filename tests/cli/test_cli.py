@@ -80,7 +80,10 @@ TRAIN = ("train", "ppo", "--env", "CartPole-v1")
         (("plan", "ppo", "--core-hour", "nan"), "--core-hour: must be at least 0, not nan"),
         (("plan", "ppo", "--target", "0"), "--target: 0 is not a number of frames/s above 0"),
         (("plan", "ppo", "--services", "/nowhere"), "--services: /nowhere cannot be read as JSON"),
-        (("actor", "--connect", "unix:s", "--env", "x", "--env.num-envs", "2"), "--env.num-envs: the run decides this"),
+        (
+            ("actor", "--connect", "unix:s", "--env", "x", "--env.num-envs", "2"),
+            "--env.num-envs: the run decides this for its actors; leave it out",
+        ),
         (("plan", "impala", "--env", "Pong-v5,Breakout-v5"), "env.id: plan needs a single task"),
     ],
 )

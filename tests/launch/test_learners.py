@@ -76,9 +76,9 @@ def test_two_learners_finish_and_their_checkpoints_can_be_evaluated(tmp_path, ca
         assert all(torch.allclose(loaded[k].double(), x.double()) for k, x in weights.items())
         assert main(["eval", str(out), "--learner", which, "--episodes", "2", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["episodes"] == 2
-    for which in ("2", "best", "-1"):
+    for which, hint in (("2", ""), ("best", "; `best` is now 0"), ("-1", "")):
         assert main(["eval", str(out), f"--learner={which}"]) == 2
-        assert f"{which!r} is not one of 0, 1, mean\n" in capsys.readouterr().err
+        assert f"{which!r} is not one of 0, 1, mean{hint}\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("exchange", ["hogwild", "store"])

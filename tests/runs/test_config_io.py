@@ -15,7 +15,7 @@ import pytest
 
 from coterie.config import Algo, Config, Env, Schedule, Wire
 from coterie.runs.config_io import fields, from_dict, get, load_config, plain, replace, to_dict
-from coterie.runs.peer_names import PEERS
+from coterie.runs.old_names import OLD, PEERS
 from coterie.runs.validate import validate
 from coterie.types import ConfigError, CoterieError
 from tests.support.options import parse_cli
@@ -199,6 +199,33 @@ def test_bad_usage_is_one_line_that_names_the_option(
     text = refused(parse_cli, Config(), args.split())
     assert all(s in text for s in says), text
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_an_old_option_is_refused_by_a_sentence_that_names_what_replaces_it(name: str, tmp_path: Path) -> None:
+    default, reason = OLD[name]
+    assert reason.removeprefix("is now ") in FIELDS or reason.startswith("was removed")
+    value = f"{default}7" if isinstance(default, str) else 7
+    assert refused(parse_cli, Config(), [f"--{name.replace('_', '-')}", str(value)]).endswith(f": {reason}")
+    assert refused(replace, Config(), {name: value}) == f"{name}: {reason}"
+    if default is None:  # any value is ignored in a file
+        return
+    section, _, field = name.rpartition(".")
+    data = to_dict(Config())
+    path = tmp_path / "config.json"
+    inside = {**data.get(section, {}), field: value}
+    path.write_text(json.dumps({**data, **({section: inside} if section else inside)}))
+    assert refused(load_config, path) == f"{name}: {reason} (in {path})"
+
+
+def test_a_config_of_an_older_version_loads_if_its_old_options_have_their_defaults(tmp_path: Path) -> None:
+    data = to_dict(Config(learners=3))
+    del data["plugins"]
+    for name, (default, _) in OLD.items():
+        section, _, field = name.rpartition(".")
+        (data.setdefault(section, {}) if section else data)[field] = default
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    assert load_config(tmp_path / "config.json") == Config(learners=3)
 
 
 # Values just outside of each range, for some fields of each.

@@ -26,7 +26,6 @@ def test_readme():
 def test_stopped_run(tmp_path, monkeypatch):
     """It leaves a record without a score, which the page shows as under way, and a checkpoint."""
     monkeypatch.setattr(league_entries, "RECORDS", tmp_path)
-    monkeypatch.setattr(os, "sched_setscheduler", lambda *_: None)  # not for the rest of the tests
     metrics = tmp_path / "a2c_CartPole-v1_0" / "metrics.jsonl"
 
     def stop():

@@ -67,7 +67,8 @@ def cheapest(
         if best is not None and best.frames_per_s >= target:
             return best, None
     rated: dict[str, Result] = {}
-    for one in sorted(found, key=lambda x: (-ceiling(x, services), -x.learners)):  # many have the same ceiling
+    # Many have the same ceiling: the most learners first, then the most hardware.
+    for one in sorted(found, key=lambda x: (-ceiling(x, services), -x.learners, -x.dollars_per_hour)):
         if one.name not in rated:
             with suppress(CoterieError):
                 rated[one.name] = simulate(one, services, seed)

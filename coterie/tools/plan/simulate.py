@@ -128,8 +128,8 @@ def simulate(layout: RunLayout, services: Services, seed: int = 0) -> Result:
     """Rates, lag and shares over about 1200 rows of each env, or fewer in large layouts, after the layout's whole
     memory has been used once.
     """
-    if layout.exchange not in services.chip(layout.gpus > 0).exchange:
-        raise ConfigError("the services have no cost of this exchange")
+    if layout.exchange not in (costs := services.chip(layout.gpus > 0).exchange):
+        raise ConfigError(f"the services have no cost of exchange {layout.exchange}, only of {', '.join(costs)}")
     world = World(layout, services, seed)
     # Envs that began together end their unrolls together, and learners that meet go on together: a rate is only right
     # over whole rounds of all of them.

@@ -104,8 +104,8 @@ def differences(runs: Sequence[RecordedRun]) -> dict[str, list[Any]]:
     """Options in which runs differ, with each run's value; None if a run's version did not have the option."""
     names = dict.fromkeys(name for run in runs for name in run.config)
     found = {name: [run.config.get(name) for run in runs] for name in names if not name.startswith(_PLACE)}
-    if len({(run.env, run.config.get("steps")) for run in runs}) == len({run.env for run in runs}):
-        found.pop("steps", None)  # each env has its number of them
+    if len({(run.preset, run.env, run.config.get("steps")) for run in runs}) == len({(x.preset, x.env) for x in runs}):
+        found.pop("steps", None)  # a preset has one number of them for each env
     return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
 
 

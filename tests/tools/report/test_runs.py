@@ -48,10 +48,15 @@ def test_runs_on_different_envs_are_one_method(tmp_path):
 def test_runs_of_different_lengths_are_different_methods_unless_each_env_has_one(tmp_path):
     for game, steps, seed in (("Pong-v5", 500, 0), ("Pong-v5", 500, 1), ("Breakout-v5", 900, 0)):
         record(tmp_path / f"{game}{seed}", "ppo", seed, game, steps=steps)
-    assert [len(m.runs) for m in methods(find_runs([str(tmp_path)]))] == [3]
+    record(tmp_path / "a2c", "a2c", 0, "Pong-v5", steps=300)
+    assert [len(m.runs) for m in methods(find_runs([str(tmp_path)]))] == [3, 1]
     record(tmp_path / "z", "ppo", 2, "Pong-v5", steps=700)
     found = methods(find_runs([str(tmp_path)]))
-    assert [m.label for m in found] == ["ppo (steps 900)", "ppo (steps 500)", "ppo (steps 700)"]
+    assert [m.label for m in found if m.runs[0].preset == "ppo"] == [
+        "ppo (steps 900)",
+        "ppo (steps 500)",
+        "ppo (steps 700)",
+    ]
 
 
 def test_scores_of_atari_games_are_human_normalized(tmp_path):
