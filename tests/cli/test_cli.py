@@ -37,7 +37,7 @@ def listed(capsys, *args: str) -> list[str]:
     return out.splitlines()
 
 
-TRAIN = ("train", "ppo", "--env", "CartPole-v1")
+TRAIN, NO_PRESET = ("train", "ppo", "--env", "CartPole-v1"), "coterie.parallel.processes:location"
 
 
 @pytest.mark.parametrize(
@@ -60,10 +60,10 @@ TRAIN = ("train", "ppo", "--env", "CartPole-v1")
         (("export", "/nowhere"), "RUN: /nowhere is not a run folder"),
         (("train", "coterie.config:Range"), "preset: coterie.config:Range is a class, not a function that returns"),
         (
-            ("train", "coterie.parallel.processes:location", "--env", "x"),
-            "preset: coterie.parallel.processes:location must take other arguments: got an unexpected keyword",
+            ("train", NO_PRESET, "--env", "x"),
+            f"preset: {NO_PRESET} must take other arguments: got an unexpected keyword",
         ),
-        (("train", "coterie.parallel.processes:location"), "processes:location returns str, not a Config"),
+        (("train", NO_PRESET), "processes:location returns str, not a Config"),
         (("train", "os:getcwd"), "preset: os is a module of Python's standard library"),
         (("resume",), "arguments are required: run; usage: coterie resume RUN [--steps N]"),
         (("list", "games"), "usage: coterie list [envs|presets|matrix]"),

@@ -26,6 +26,7 @@ from coterie.types import ConfigError, CoterieError, reason_of
 _BEAT_S = 10.0  # between writes
 _SETTLE_S = 2.0  # before it is read again, where two commands may have begun at once
 _GONE_S = 90.0  # without a change: its command is gone, and its nodes have noticed (node.py, `_SILENT_S`)
+_ENDED = "a command that has ended"  # and removed its file
 
 Check = Callable[[], None]
 
@@ -84,7 +85,8 @@ class _Lease:
         self._write()
         self._over.wait(_SETTLE_S)
         if not self._is_mine(found := self._read()):
-            raise ConfigError(f"ray.storage: {self._storage} is being trained by {found['by']}")
+            other = found.get("by", _ENDED)
+            raise ConfigError(f"ray.storage: {self._storage} is being trained by {other}")
         self._thread.start()
 
     def check(self) -> None:
@@ -103,7 +105,7 @@ class _Lease:
             with suppress(Exception):  # the storage may be out of reach for a while
                 found = self._read()
                 if not self._is_mine(found):
-                    self._lost = found.get("by", "a command that has ended")
+                    self._lost = found.get("by", _ENDED)
                     return
                 self._write()
 

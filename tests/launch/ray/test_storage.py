@@ -86,7 +86,7 @@ def test_a_url_that_another_command_works_in_is_refused(url):
 
 
 def test_of_two_commands_that_begin_at_once_one_works(url, monkeypatch):
-    begun = threading.Barrier(2)
+    begun, refused = threading.Barrier(2), threading.Event()
     read = leases._Lease._read
 
     def together(self: Any) -> Any:
@@ -98,8 +98,10 @@ def test_of_two_commands_that_begin_at_once_one_works(url, monkeypatch):
     def work() -> str:
         try:
             with lease(url, lambda step: None):
+                refused.wait(PATIENCE)
                 return "works"
         except ConfigError as error:
+            refused.set()
             return str(error)
 
     monkeypatch.setattr(leases._Lease, "_read", together)
