@@ -59,10 +59,7 @@ TRAIN, NO_PRESET = ("train", "ppo", "--env", "CartPole-v1"), "coterie.parallel.p
         (("compare", "/nowhere", "/there"), "/nowhere: not a run folder"),
         (("export", "/nowhere"), "RUN: /nowhere is not a run folder"),
         (("train", "coterie.config:Range"), "preset: coterie.config:Range is a class, not a function that returns"),
-        (
-            ("train", NO_PRESET, "--env", "x"),
-            f"preset: {NO_PRESET} must take other arguments: got an unexpected keyword",
-        ),
+        (("train", NO_PRESET, "--env", "x"), f"{NO_PRESET} must take other arguments: got an unexpected keyword"),
         (("train", NO_PRESET), "processes:location returns str, not a Config"),
         (("train", "os:getcwd"), "preset: os is a module of Python's standard library"),
         (("resume",), "arguments are required: run; usage: coterie resume RUN [--steps N]"),
@@ -225,8 +222,9 @@ def test_list_names_envs_presets_and_cells_in_aligned_columns(capsys):
     assert len({line.index(line.split(maxsplit=1)[1]) for line in lines}) == 1
     assert max(map(len, lines)) <= 120
     assert [line.split()[0] for line in listed(capsys, "presets", "gossip")] == ["gala-a2c", "gala-ppo"]
-    cell = "| ppo | inline | solo, allreduce, hogwild, store, gossip | local, ray |"
-    assert listed(capsys, "matrix", "PPO")[2] == cell
+    assert (
+        listed(capsys, "matrix", "PPO")[2] == "| ppo | inline | solo, allreduce, hogwild, store, gossip | local, ray |"
+    )
     assert all(f"coterie list {what}" in "\n".join(listed(capsys)) for what in ("presets", "envs", "matrix"))
 
 
