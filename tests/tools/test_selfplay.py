@@ -173,9 +173,12 @@ def test_opponents_of_both_kinds_play_in_every_space(kind: str, tmp_path: Path, 
     assert seen == {"random", "7"}
 
 
-def test_an_opponent_that_has_left_the_pool_is_named(tmp_path: Path) -> None:
+def test_an_opponent_that_has_left_the_pool_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     env = Duel("classic/rps_v2")
     env.pool = {"folder": str(tmp_path), "members": ["7"]}
+    with pytest.raises(ConfigError, match=f"the opponent 7 has left the pool of {tmp_path.parent}$"):
+        env.reset(seed=1)
+    monkeypatch.setenv(duel.REPLAYED, "1")
     with pytest.raises(ConfigError, match=r"the opponent 7 has left the pool of .* before that game"):
         env.reset(seed=1)
 
