@@ -29,7 +29,7 @@ from coterie.envs.tasks import child_env
 from coterie.exchange.base import Exchange, Guard, Peers, Setup
 from coterie.exchange.table import exchange_kind
 from coterie.flight.life import Note, unrecorded
-from coterie.flight.record import FlightRecorder, path_of, read_life
+from coterie.flight.record import FlightRecorder, begun, path_of, read_life
 from coterie.models.base import Model
 from coterie.models.build import Network
 from coterie.models.heads import Moments, Normalizer
@@ -179,7 +179,7 @@ def worker_events(config: ResolvedConfig, context: ProcessContext, number: int, 
     """Those of a child process have a record of their own. It is made with the first of them."""
     if context.life is not None:
         path = path_of(context.life.path.parents[1], context.rank, life, number)
-        return EnvEvents(again=read_life(path).events if path.exists() else ())
+        return EnvEvents(again=read_life(path).events if begun(path) else ())
     if context.folder is None or not config.log.flight:
         return EnvEvents()
     header = {"learner": context.rank, "worker": number, "life": life}

@@ -244,6 +244,7 @@ class Gossip(Solo):
         self.published[i] = self.mixed[i] = number
         fence()
         self.present[i] = 1
+        self.note("joined", number)
 
     def gauges(self) -> dict[str, float]:
         """How often peers were slow, and how many mixes this learner is behind the most advanced one."""

@@ -63,7 +63,8 @@ class GossipAgain(Gossip):
         self.mixes, self.took = deque(life.of("mix")), life.of("took")
         self.totals, self.begun = [event[1] for event in life.of("rollout")], 0
         self.recorded = [number + 1 for sent, _ in self.mixes for number in sent]
-        self.number: float = -math.inf if self.took else 0  # of the next message, where the record tells it
+        began = [number for (number,) in life.of("joined")] or ([-math.inf] if self.took else [0])
+        self.number: float = began[0]  # of the next message
 
     @property
     def env_steps(self) -> int:

@@ -29,6 +29,7 @@ from coterie.types import ConfigError, reason_of
 
 MAGIC = b"coterie flight 2\n"
 EVERY_S = 1.0  # between two blocks
+_FIRST_S = 1.0  # that the first event waits for the disk: a process killed at once would leave no record
 _HEAD = struct.Struct("<II")
 _MOST_LINES = 200_000  # that wait for the disk
 _MOST_BYTES = 1 << 28  # of the lines of a block
@@ -55,7 +56,7 @@ class FlightRecorder:
         self._open = list[str]()  # written to the tail only
         self._news, self._over = SimpleQueue[None](), False  # cheaper at each rollout than an Event
         self._thread = threading.Thread(target=self._work, name="coterie-flight", daemon=True)
-        self._starting = threading.Lock()
+        self._starting, self._begun = threading.Lock(), threading.Event()
 
     def note(self, *event: Any) -> None:
         """Add an event. Any thread may call this. Those of inference are many, and are written with others."""
@@ -63,9 +64,9 @@ class FlightRecorder:
             return
         self._lines.append(_line(event))
         if event[0] != "infer":
+            self._news.put(None)
             if self._thread.ident is None:
                 self._start()
-            self._news.put(None)
         if len(self._lines) > _MOST_LINES:
             self.failed = "the disk does not answer"
 
@@ -73,6 +74,7 @@ class FlightRecorder:
         with self._starting:
             if self._thread.ident is None and self._header() is not None:
                 self._thread.start()
+                self._begun.wait(_FIRST_S)
 
     def close(self, seconds: float = 10.0) -> None:
         """Write what was noted as a last block."""
@@ -96,6 +98,7 @@ class FlightRecorder:
                     self._open += lines
                     if over or time.monotonic() >= due:
                         self._write_block(file, tail)
+                        self._begun.set()
                         due = time.monotonic() + EVERY_S
                     else:
                         tail.write("".join(f"{line}\n" for line in lines).encode())
@@ -103,6 +106,7 @@ class FlightRecorder:
                         return
         except OSError as error:
             self.failed = reason_of(error)
+            self._begun.set()
 
     def _write_block(self, file: FileIO, tail: FileIO) -> None:
         if not self._open:
@@ -113,6 +117,11 @@ class FlightRecorder:
         tail.seek(0)
         tail.write(b"%d\n" % file.tell())
         self._open.clear()
+
+
+def begun(path: Path) -> bool:
+    """Whether there is a record with a header. A process that is killed at once may leave only a file's beginning."""
+    return path.exists() and path.stat().st_size > len(MAGIC)
 
 
 def read_life(path: Path) -> Life:
@@ -169,5 +178,5 @@ def _read_tail(path: Path) -> tuple[int, list[bytes]]:
 def lives(folder: Path, rank: int) -> list[Life]:
     """A learner's lives in a run folder, the first one first."""
     found = (folder / "flight").glob(f"learner_{rank}.life_*")
-    each = [read_life(path) for path in found if path.suffix != ".tail"]
+    each = [read_life(path) for path in found if path.suffix != ".tail" and begun(path)]
     return sorted(each, key=lambda life: float(life.header["began"]))

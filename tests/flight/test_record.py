@@ -12,7 +12,7 @@ import zlib
 import pytest
 
 from coterie.flight import record
-from coterie.flight.record import FlightRecorder, path_of, read_life
+from coterie.flight.record import MAGIC, FlightRecorder, lives, path_of, read_life
 from coterie.types import ConfigError
 from tests.support.waiting import wait_until
 
@@ -137,6 +137,28 @@ def test_half_a_line_of_the_tail_is_left_out(tmp_path):
     with path.with_name(path.name + ".tail").open("a") as file:
         file.write('["b",1]\n["c')
     assert read_life(path).events == [["a", 0], ["b", 1]]
+
+
+def test_a_process_that_is_killed_at_its_first_event_leaves_it(tmp_path):
+    for life in range(5):
+        at = path_of(tmp_path, 0, life)
+        code = f"""
+import os, signal
+from pathlib import Path
+from coterie.flight.record import FlightRecorder
+FlightRecorder(Path({str(at)!r}), lambda: {HEADER}).note("rollout", 1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+        assert read_life(at).events == [["rollout", 1]]
+
+
+@pytest.mark.parametrize("text", [b"", MAGIC])
+def test_a_record_without_a_header_is_no_life(tmp_path, text):
+    path = write(tmp_path, [])
+    (before,) = lives(tmp_path, 1)
+    path.with_name("learner_1.life_1000").write_bytes(text)
+    assert lives(tmp_path, 1) == [before]
 
 
 @pytest.mark.parametrize("text", ["", "coterie flight 1\n", "coterie flight 2\n"])

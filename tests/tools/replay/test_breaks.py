@@ -36,15 +36,14 @@ def test_a_replay_stops_at_a_learner_step(tmp_path, layout):
         assert (result.steps, result.digests, result.difference) == (last, last, "")
 
 
-def cut(path, rollouts):
-    """Let a record end after some rollouts, as that of a killed process."""
+def cut(path, rollouts, until="rollout"):
+    """Let a record end after some rollouts, before the next event of that kind, as that of a killed process."""
     life = read_life(path)
     recorder = FlightRecorder(path, lambda: life.header)
     for event in life.events:
-        if event[0] == "rollout":
-            rollouts -= 1
-        if rollouts < 0:
+        if rollouts <= 0 and event[0] == until:
             break
+        rollouts -= event[0] == "rollout"
         recorder.note(*event)
     recorder.close()
 

@@ -72,6 +72,33 @@ def test_what_a_learner_saved_in_the_middle_of_a_rollout_is_found_again(tmp_path
     assert_equal(results)
 
 
+class Rejoins(Deadly):
+    """Ends the run some rollouts after its restarted learner has begun."""
+
+    def on_start(self, run: Run) -> None:
+        self.left = 20 if (run.folder.parent / "once").exists() else None
+
+    def on_rollout(self, run: Run) -> None:
+        super().on_rollout(run)
+        self.left = None if self.left is None else self.left - 1
+
+    def should_stop(self, run: Run) -> bool:
+        return self.left is not None and self.left <= 0
+
+
+def test_the_first_message_of_a_learner_that_was_killed_again_is_known(tmp_path):
+    """It was killed in its first mix, so that its record does not have the mix. A peer averaged the message."""
+    run(tmp_path / "run", (Rejoins,), **LAYOUTS["a2c, gossip"], **{"restarts": 1, "steps": 10**9})
+    (again,) = (tmp_path / "run" / "flight").glob("learner_?.life_1000")
+    life = read_life(again)
+    ((first,),), rank = life.of("joined"), life.header["learner"]
+    cut(again, 1, until="mix")
+    results = replayed(tmp_path / "run")
+    assert not any(result.difference for result in results)
+    (peer,) = (x for x in results if x.life.header["learner"] != rank)
+    assert peer.stopped == f"no further: the replay of learner {rank} ended before its message {first + 1}"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "a2c"])  # which has one process
 def test_two_minutes_with_kills_are_replayed(tmp_path, layout):
