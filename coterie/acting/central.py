@@ -64,9 +64,9 @@ class Central(EnvStreams, Acting):
         super().__init__(config, twins[0][0].initial_state, make_fields, device)
         self.models, self.policy = TwinModels(twins, device), policy
         self.board, self.rank, self.stages = board, rank, stages
-        self.produced = self.dropped = 0  # valid rows received; valid rows of abandoned rollouts
+        # Valid rows: received, of abandoned rollouts, in memory after `close`.
+        self.produced = self.dropped = self.left = 0
         self.calls = self.rows = 0  # of the policy
-        self.left = 0  # valid rows in memory after `close`
         self.columns = 0  # in finished rollouts that the learner has not taken yet
         batches = [make_fields(config.batch_size) for _ in range(config.batches)]
         self.assembly = BatchAssembly(config.batch_size, batches, device, lambda: self.inbox.put(None))
@@ -77,8 +77,7 @@ class Central(EnvStreams, Acting):
         self.patience = config.timeout / 3 if config.window else 0.0  # with a window all wait for a host that hangs
         self._error: BaseException | None = None
         self.closed = False
-        # On a GPU its threads have a stream of their own, so that no answer waits for a learner step.
-        self._gpu_stream = urgent_stream(device)
+        self._gpu_stream = urgent_stream(device)  # of its threads, so that no answer waits for a learner step
         self.on_close: Callable[[], None] = lambda: None
         self._threads = [
             threading.Thread(target=self._guard, args=(work,), name=f"coterie-{name}", daemon=True)
@@ -142,6 +141,8 @@ class Central(EnvStreams, Acting):
                 except queue.Empty:
                     if self.is_over():
                         return None
+                    if not self.streams:  # it hangs no more than its hosts that are still to come
+                        self.board.heartbeat(self.rank)
                     if awake() - begin > self.config.timeout:
                         raise CoterieError(
                             f"no batch of rollouts for {self.config.timeout:g} s: {len(self.streams)} streams of "
@@ -185,8 +186,7 @@ class Central(EnvStreams, Acting):
             ready = sum(x.width for x in streams) == config.envs and all(x in pending and x.may_go() for x in due)
             return [pending[x] for x in due] if ready else [], _CHECK_S
         # Finished rollouts of closed streams count against the limit.
-        room = has_room(self.columns, self.envs, config.batches * config.batch_size)
-        able = going(pending.values(), room)
+        able = going(pending.values(), has_room(self.columns, self.envs, config.batches * config.batch_size))
         least = min(config.batch_min, self.envs)
         picked, wait = choose_batch(able, time.perf_counter(), least, config.batch_max, config.wait)
         return picked, min(wait, _CHECK_S)

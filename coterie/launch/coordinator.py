@@ -173,7 +173,7 @@ class Coordinator:
         now, ledger = time.monotonic(), self.ledger
         if self.signal is not None and not self.board.stopping:
             self.display.note(f"{self.signal.name}: saving a checkpoint, then exiting (signal again to stop at once)")
-            self.board.stop()
+            self.board.stop(resumes=True)
             self.retries.hurry()
         if self.order is not None:
             self._follow_order()

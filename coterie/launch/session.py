@@ -175,7 +175,7 @@ def _go(
         if learner is not None:
             opened.callback(learner.close)
         kind.mixing(config, config.learners)  # a topology that cannot be read is refused before anything is written
-        link, link_error = _link(config, spec, saved is not None, quiet, starting)
+        link = _link(config, spec, saved is not None, quiet, starting)
         if link is not None:
             opened.callback(link.close, True)
         if learner is not None:
@@ -185,7 +185,7 @@ def _go(
         signals, unsigned = _prepare(folder, kept, spec, state is None, held, opened)
         run = Coordinator(config, folder, spec, board, state=state, quiet=quiet, starting=starting, signals=signals)
         alone = f"exchange {config.exchange} has one learner, so it changes nothing: --learners N for more"
-        for line in filter(None, (*starting.notes, link_error, unsigned, alone if kind.is_alone(config) else "")):
+        for line in filter(None, (*starting.notes, unsigned, alone if kind.is_alone(config) else "")):
             run.log(line)
         del board  # its memory is freed with the last reference: the run's, until it has the children's board
         supervisor = Supervisor(run, config, saved, link) if learner is None else None
@@ -263,13 +263,11 @@ def _run_here(run: Coordinator, learner: LearnerProcess, callbacks: Sequence[Giv
         guard.close()
 
 
-def _link(
-    config: ResolvedConfig, spec: Spec, resumed: bool, quiet: bool, starting: Starting
-) -> tuple[Link | None, str]:
-    """The link to other runs, if there are any. A resumed run may continue without them: then returns the reason."""
+def _link(config: ResolvedConfig, spec: Spec, resumed: bool, quiet: bool, starting: Starting) -> Link | None:
+    """The link to other runs, if there are any."""
     kind = exchange_kind(config)
     if not (kind.link and kind.address(config)):
-        return None, ""
+        return None
     starting.doing(f"connecting to the run at {kind.address(config)}")
 
     def say(line: str) -> None:
@@ -279,15 +277,8 @@ def _link(
 
     model = make_model(config, spec)
     net = Net(net_of(model), len(FlatParams(model).data), max(1, normalizers(config, model).size))
-    try:
-        return named("link", kind.link)(config, net, resumed, say), ""
-    except ConfigError:
-        raise
-    except CoterieError as error:
-        if not resumed:
-            raise
-        say(line := f"{error}: this run continues alone")
-        return None, line
+    made: Link = named("link", kind.link)(config, net, resumed, say)
+    return made
 
 
 def _new_folder(config: Config) -> Path:

@@ -158,9 +158,13 @@ class Board(InSharedMemory):
         stale = sorted((row for row, seconds in silent.items() if seconds > limit), key=lambda row: -silent[row])
         return [row for row in stale if not self._blocked[row]] or (stale if len(stale) == len(silent) else [])
 
-    def stop(self) -> None:
-        """Ask all learners to end their training."""
-        self._order[2] = 1
+    def stop(self, resumes: bool = False) -> None:
+        """Ask all learners to end their training. `resumes`: it is to go on later."""
+        self._order[2] = 2 if resumes else 1
+
+    @property
+    def resumes(self) -> bool:
+        return int(self._order[2]) == 2
 
     @property
     def stopping(self) -> bool:

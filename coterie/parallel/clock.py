@@ -1,10 +1,12 @@
-"""A clock for deadlines, and budgets that recover."""
+"""A clock for deadlines, waits that grow, and budgets that recover."""
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 
 _HOUR_S = 3600.0
 _GAP_S = 2.0  # between two readings in a process that waits; more than that, and it was stopped
@@ -43,3 +45,11 @@ class Budget:
         while self._times and time.monotonic() - self._times[0] > _HOUR_S:
             self._times.popleft()
         return self.limit - len(self._times)
+
+
+def back_off() -> Iterator[float]:
+    """Seconds to wait before each next attempt, random so that clients of a lost server return apart."""
+    longest = 0.1
+    while True:
+        yield random.uniform(longest / 2, longest)
+        longest = min(10.0, longest * 2)

@@ -32,17 +32,20 @@ _LEAVE_S = 2.0
 def link(config: ResolvedConfig, net: Net, resumed: bool, report: Callable[[str], None]) -> Link:
     """The link of a run that listens for others or connects to one."""
     if config.gossip.bind:
-        return GossipHub(config, config.learners, net)
+        return GossipHub(config, config.learners, net, trained=resumed or bool(config.init_from))
     return GossipClient(config, config.learners, net, resumed=resumed, report=report)
 
 
 class GossipHub:
-    """Admits clients, all in the server's thread, and keeps a mailbox for each of their learners."""
+    """Admits clients, all in the server's thread, and keeps a mailbox for each of their learners. `trained`: its own
+    learners start with weights that a new client must have, and have not published them yet.
+    """
 
     mailboxes: Mailboxes
 
-    def __init__(self, config: Config, learners: int, net: Net) -> None:
+    def __init__(self, config: Config, learners: int, net: Net, trained: bool = False) -> None:
         self.address, self.env_id, self.learners, self.net = config.gossip.bind, config.env.id, learners, net
+        self.trained = trained
         self.layout = message_layout(net.weights, net.moments)
         if self.layout.most > (most := config.wire.max_message_mb) << 20:
             raise ConfigError(f"wire.max_message_mb: a message has {self.layout.most / 2**20:.0f} MB, not {most}")
@@ -64,7 +67,7 @@ class GossipHub:
         if (before := self.clients.get(hello.run_id)) is not None:  # it reconnects before its end was noticed
             self.leave(before)
         own = range(self.learners)
-        published = any(map(self.mailboxes.lock.is_whole, (*own, *self.mailboxes.peers())))
+        published = self.trained or any(map(self.mailboxes.lock.is_whole, (*own, *self.mailboxes.peers())))
         stream = GossipStream(self, self._relay(hello.envs), hello.run_id, published)
         self.clients[hello.run_id] = stream
         return stream
@@ -117,8 +120,8 @@ class GossipStream(ServiceStream):
 
 
 class GossipClient:
-    """The connection of a run of `learners` to the hub, opened again after each loss. `resumed`: the run can train
-    without it. `report` receives lines during the first attempts. Raises `CoterieError` if the hub is away or refuses.
+    """The connection of a run of `learners` to the hub, opened again after each loss. A `resumed` run trains without
+    it meanwhile; a new one raises `CoterieError` if the hub is away or refuses. `report`: of the first attempts.
     """
 
     def __init__(
@@ -140,13 +143,22 @@ class GossipClient:
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         try:
-            self.stream = self.connection.retry(self._open, self._check)
-        except RunEnded as over:
-            self.close()
-            raise CoterieError(f"gossip.connect: the run at {self.address} is over: {over}") from None
+            self.stream = self._first(resumed)
         except BaseException:
             self.close()
             raise
+
+    def _first(self, resumed: bool) -> Stream | None:
+        try:
+            return self.connection.retry(self._open, self._check)
+        except RunEnded as over:
+            if not resumed:
+                raise CoterieError(f"gossip.connect: the run at {self.address} is over: {over}") from None
+        except CoterieError as error:
+            if not resumed or isinstance(error, ConfigError):
+                raise
+            self._lines.append(f"{error}: this run continues alone until it is back")
+        return None
 
     def _open(self) -> Stream:
         """A new stream. Raises `ConnectionLost` where the hub is away."""
@@ -170,7 +182,8 @@ class GossipClient:
         returns whether there are any. Does not wait for them once `stop` is true.
         """
         self.mailboxes = boxes = Mailboxes(memory, self.learners)
-        self._lines.append(f"gossip with the run at {self.address}")
+        if self.stream is not None:
+            self._lines.append(f"gossip with the run at {self.address}")
         self._thread = thread = threading.Thread(target=self._work, args=(boxes,), name="coterie-gossip", daemon=True)
         thread.start()
         end = time.monotonic() + _WEIGHTS_S
@@ -187,7 +200,7 @@ class GossipClient:
         self.connection.patience = math.inf  # the learners train on without the others
         try:
             while True:
-                if not self.connection.retry(partial(self._swap, mailboxes), self._check, self._closed.wait):
+                if not self.connection.retry(partial(self._swap, mailboxes), self._check):
                     self._closed.wait(NAP_S)
         except RunEnded as over:
             self._lines.append(f"the run at {self.address} is over ({over}): this run continues without it")

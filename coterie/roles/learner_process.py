@@ -268,8 +268,8 @@ class LearnerProcess:
                 raise
 
     def _close_servers(self) -> None:
-        """Where only this learner ends, and not the run, clients reconnect."""
-        self.servers.close(over=self._ended)
+        """Where only this learner ends, or the run is to go on after a signal, clients reconnect."""
+        self.servers.close(over=self._ended and not self.context.board.resumes)
 
     def close(self) -> None:
         self._made.close()

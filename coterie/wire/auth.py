@@ -41,11 +41,13 @@ def without_keys(field: str) -> Refusal:
 
 
 def split(address: str) -> tuple[str, int]:
-    """Host and port of HOST:PORT, with an IPv6 host in brackets."""
+    """Host and port of HOST:PORT. An IPv6 host, and no other, is in brackets."""
     host, _, port = address.rpartition(":")
+    bare = host[1:-1] if host[:1] + host[-1:] == "[]" else host
     with suppress(UnicodeError):  # a part of the name is empty or too long
-        if host.encode("idna") and port.isdecimal() and 0 < int(port) < 65536:
-            return host.strip("[]"), int(port)
+        named = bare.encode("idna") and (":" in bare) == (bare != host)
+        if named and port.isdecimal() and 0 < int(port) < 65536:
+            return bare, int(port)
     raise ConfigError(f"address: {address!r} is not HOST:PORT")
 
 

@@ -9,7 +9,7 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import DecodeError
 
-from coterie.parallel.clock import awake
+from coterie.parallel.clock import awake, back_off
 from coterie.types import Array, ConfigError, CoterieError
 from coterie.wire.auth import is_local, read_pem
 from coterie.wire.codec import PROTOCOL, Frame, Layout, Refused, layout_from, pack_info
@@ -26,6 +26,7 @@ from coterie.wire.tokens import NONCE_BYTES, SCOPES, known_token, proof, scoped
 
 T = TypeVar("T")
 _MOST_BYTES = 1 << 30  # of a frame that the server may declare
+_NAP_S = 0.2  # between two looks at whether to leave, while the server is away
 _TRANSIENT = (  # ends of a stream after which another attempt may succeed
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.CANCELLED,
@@ -187,14 +188,6 @@ class Stream:
                 self.close()
 
 
-def back_off() -> Iterator[float]:
-    """Seconds to wait before each next attempt, random so that clients of a lost server return apart."""
-    longest = 0.1
-    while True:
-        yield random.uniform(longest / 2, longest)
-        longest = min(10.0, longest * 2)
-
-
 class ReconnectingStream:
     """A stream that is opened at its first use and again after each loss.
 
@@ -259,9 +252,10 @@ class Connection:
         self.hello = {"client": "coterie", "number": -1, "run_id": random.SystemRandom().getrandbits(64), **hello}
         self._channel = open_channel(endpoint.address, endpoint.cert)
 
-    def retry(self, act: Callable[[], T], check: Callable[[], None], wait: Callable[[float], object] = time.sleep) -> T:
-        """What `act` returns, repeated while it ends in `ConnectionLost`. `check` is called before each attempt and may
-        raise to end them. Raises `CoterieError` when the server has been away for longer than its patience.
+    def retry(self, act: Callable[[], T], check: Callable[[], None]) -> T:
+        """What `act` returns, repeated while it ends in `ConnectionLost`. `check` is called before each attempt and
+        during the wait for it, and may raise to end them. Raises `CoterieError` when the server has been away for
+        longer than its patience.
         """
         address, patience = self.endpoint.address, self.patience
         limit, waits = f" for {patience:.0f} s" if patience < math.inf else "", back_off()
@@ -277,7 +271,10 @@ class Connection:
                     self.report(f"no learner at {address} ({error}): retrying{limit}")
                 if (waited := now - away_since) > patience:
                     raise CoterieError(f"no learner at {address} for {waited:.0f} s: {error}") from None
-                wait(next(waits))
+                end = time.monotonic() + next(waits)
+                while (left := end - time.monotonic()) > 0:
+                    time.sleep(min(left, _NAP_S))
+                    check()
             else:
                 if away_since is not None:
                     self.report(f"a learner at {address} after {time.monotonic() - away_since:.1f} s")

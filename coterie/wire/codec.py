@@ -33,11 +33,13 @@ Frame, Hello, Welcome, Data, TensorMessage = (_message(x) for x in ("Frame", "He
 
 
 class Refused(Exception):
-    """A peer broke the protocol or a limit. The message is one line, for the peer and for the log."""
+    """A peer broke the protocol or a limit. The message is one line, for the peer and for the log. `passes`: another
+    attempt may succeed.
+    """
 
-    def __init__(self, reason: str, *, too_much: bool = False) -> None:
+    def __init__(self, reason: str, *, too_much: bool = False, passes: bool = False) -> None:
         super().__init__(reason)
-        self.too_much = too_much
+        self.too_much, self.passes = too_much, passes
 
 
 class Tensor(NamedTuple):
@@ -162,7 +164,7 @@ _INFO_NAME = 100  # characters of a name in it
 
 def pack_info(info: Mapping[str, tuple[float, int]]) -> dict[str, Any]:
     """As many sums of `info` as a frame may carry, with names that it may have."""
-    names, left = [name for name in info if len(name) <= _INFO_NAME], INFO_BYTES
+    names, left = [name for name in info if 0 < len(name) <= _INFO_NAME and name.isprintable()], INFO_BYTES
     fits = [name for name in names if (left := left - len(name.encode()) - 32) > 0]
     return {name: {"total": info[name][0], "count": info[name][1]} for name in fits}
 

@@ -224,7 +224,7 @@ class Server:
             connection = ServerStream(self, context)
             client = client_name(connection.peer)
             if reason := self._make_room(client):
-                await self._refuse(context, client, StatusCode.RESOURCE_EXHAUSTED, reason)
+                await self._refuse(context, client, StatusCode.UNAVAILABLE, reason)
             self._streams[client] += 1
             try:
                 hello = await self._handshake(client, connection, self.tokens[rpc])
@@ -233,6 +233,7 @@ class Server:
             except Refused as error:
                 status = StatusCode.RESOURCE_EXHAUSTED if error.too_much else StatusCode.INVALID_ARGUMENT
                 status = StatusCode.UNAUTHENTICATED if isinstance(error, NoToken) else status
+                status = StatusCode.UNAVAILABLE if error.passes else status
                 await self._refuse(context, client, status, str(error))
             finally:
                 self.open.discard(connection)
@@ -275,7 +276,7 @@ class Server:
         except asyncio.CancelledError:
             if task in unproven:
                 raise
-            raise Refused("no token in time: newer clients of this address came", too_much=True) from None
+            raise Refused("no token in time: newer clients of this address came", passes=True) from None
         finally:
             if task in unproven:
                 unproven.remove(task)

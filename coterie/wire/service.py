@@ -101,7 +101,7 @@ class ServerStream:
         try:
             frame = await asyncio.wait_for(self._read(_HELLO_BYTES), seconds)
         except TimeoutError:
-            raise Refused(f"no {kind} for {seconds:g} s") from None
+            raise Refused(f"no {kind} for {seconds:g} s", passes=True) from None
         if frame is not None and frame.WhichOneof("kind") != kind:
             raise Refused(f"the first frame must be a {kind}")
         return frame

@@ -128,6 +128,14 @@ def test_central_acting_without_hosts_ends_with_a_reason(rig):
         next(one.rollouts())
 
 
+def test_a_learner_whose_hosts_are_still_to_come_does_not_hang(rig):
+    one, beats = rig(timeout=0.8), list[int]()
+    one.central.board.heartbeat = beats.append
+    with pytest.raises(CoterieError, match=r"no batch of rollouts for 0\.8 s: 0 streams of 0 envs are connected"):
+        next(one.rollouts())
+    assert len(beats) > 1  # the last one is that of the end
+
+
 def test_a_run_that_is_over_does_not_wait_for_hosts_that_do_not_come(rig):
     one = rig()
     source = one.rollouts()

@@ -87,8 +87,11 @@ def test_runs_gossip_on_after_the_one_that_listens_was_killed_and_resumed_and_wi
     other.trains()
     other.finish(signal.SIGTERM)
     alone = runs("other", resume=True)
-    alone.until(lambda: "this run continues alone" in alone.log(), "it looks for the other")
+    alone.until(lambda: "this run continues alone until" in alone.log(), "it looks for the other")
     alone.trains()
+    hub = runs("hub", resume=True)
+    alone.gossips(1)
+    hub.finish(signal.SIGTERM)
     alone.finish(signal.SIGTERM)
 
 

@@ -23,10 +23,10 @@ LAYOUT = message_layout(SIZE, 1)
 class HubRun:
     """A run with one learner, to which others connect."""
 
-    def __init__(self, address: str, **changes: Any) -> None:
+    def __init__(self, address: str, trained: bool = False, **changes: Any) -> None:
         self.memory, [self.learner] = linked(1, np.eye(1, 4))
         config = make_config(**{"exchange": "gossip", "gossip.bind": address, **changes})
-        self.hub = GossipHub(config, 1, Net(DIGEST, SIZE, 1))
+        self.hub = GossipHub(config, 1, Net(DIGEST, SIZE, 1), trained=trained)
         self.hub.start(self.memory)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -44,6 +45,18 @@ def test_gossiping_runs_join_and_leave(address, hubs, gossip_clients):
     assert hub.hub.gauges(10)["gossip/bytes_in_per_step"] > 4 * SIZE
     assert third.client.gauges(10)["gossip/bytes_out_per_step"] > 0.4 * SIZE
     assert third.learner.gauges()["gossip/remote_messages"] > 0
+
+
+def test_a_new_run_waits_for_the_weights_of_a_hub_that_was_resumed(address, hubs, gossip_clients):
+    """It comes before the hub's learners have started. Its own weights, which are random, must not be averaged in."""
+    hub = hubs(address, trained=True)
+    with ThreadPoolExecutor() as pool:
+        one = pool.submit(gossip_clients, address)
+        wait_until(lambda: hub.hub.clients, 10, "it has connected")
+        hub.learner.params.data[:4] = hub.learner.params.data.new_tensor([3.0, 1, 4, 1])
+        hub.learner.__enter__()
+        assert one.result(20).joins
+    assert one.result().learner.params.data[:4].tolist() == [3, 1, 4, 1]
 
 
 def test_two_learners_of_one_run_gossip_with_the_hub_before_and_after_it_restarts(address, hubs, gossip_clients):

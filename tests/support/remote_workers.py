@@ -18,6 +18,7 @@ from coterie.wire.tokens import own_token
 from tests.support.commands import PATIENCE
 from tests.support.meddler import Meddler
 from tests.support.runs import CROWD, ENDLESS, central_options, decoupled_options
+from tests.support.waiting import wait_until
 
 WIDTH = 2  # simulators of each host
 
@@ -94,9 +95,9 @@ def goes_on(meddler: Meddler, rows: int = 20 * CROWD) -> None:
 
 
 def finish(meddler: Meddler, *worker_threads: WorkerThread) -> None:
-    """End the run once these workers are connected: one that is away would not receive the end."""
+    """End the run by a signal once these workers are connected. They look for it again until they are ended, too."""
     meddler.until(lambda: all(worker.is_connected() for worker in worker_threads), "the workers are connected")
     os.kill(os.getpid(), signal.SIGTERM)
     for worker in worker_threads:
-        worker.thread.join(PATIENCE)
-        assert "the run has ended" in worker.end()
+        wait_until(lambda one=worker: not one.is_connected(), PATIENCE, "the worker misses the run")  # type: ignore[misc]
+        assert worker.end().startswith("left: ")

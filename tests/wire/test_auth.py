@@ -53,6 +53,10 @@ def test_loopback_and_unix_sockets_are_local(address: str, local: bool):
         "host:²",
         "host:5 ",
         "a..b:5000",
+        "::1",
+        "::1:5000",
+        "[::1:5000",
+        "[host]:5000",
     ],
 )
 def test_an_address_is_host_and_port(address: str):

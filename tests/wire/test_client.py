@@ -13,6 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from coterie.parallel.clock import back_off
 from coterie.types import ConfigError, CoterieError
 from coterie.wire.client import (
     Connection,
@@ -21,7 +22,6 @@ from coterie.wire.client import (
     ReconnectingStream,
     RunEnded,
     Stream,
-    back_off,
     open_channel,
 )
 from coterie.wire.codec import Frame, Layout, Refused, Tensor
@@ -220,6 +220,22 @@ def test_waits_between_attempts_grow_and_differ():
     one, other = list(islice(back_off(), 9)), list(islice(back_off(), 9))
     assert all(m / 2 <= wait <= m for waits in (one, other) for wait, m in zip(waits, most, strict=True))
     assert one != other, "clients that lost the same server must not return at once"
+
+
+def test_a_client_leaves_at_once_while_it_waits_for_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked = list[str]()
+    monkeypatch.setattr("coterie.wire.client.back_off", lambda: iter([1e9]))
+
+    def leave() -> None:
+        if asked:
+            raise InterruptedError
+
+    def lost() -> None:
+        raise ConnectionLost("away")
+
+    connection = Connection(Endpoint(f"unix:{tmp_path}/s"), {}, asked.append)
+    with closing(connection), pytest.raises(InterruptedError):
+        connection.retry(lost, leave)
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1:5000", "0.0.0.0:5000", "learner.example.org:5000"])

@@ -82,7 +82,23 @@ def test_a_client_that_does_not_answer_the_challenge_is_refused(serve: Serve):
         assert raw.next().WhichOneof("kind") == "challenge"
         with pytest.raises(grpc.RpcError):
             next(raw.call)
-        assert raw.end() == (StatusCode.INVALID_ARGUMENT, "no proof for 0.2 s")
+        assert raw.end() == (StatusCode.UNAVAILABLE, "no proof for 0.2 s")
+
+
+def test_a_client_that_was_too_slow_once_gets_in(serve: Serve, monkeypatch: pytest.MonkeyPatch):
+    """It was stopped, or had no processor, between the challenge and its proof."""
+    served, first = serve(token=TOKEN, limits=Limits(hello_s=0.2)), list[bool]()
+
+    def slow(token: str, side: str, one: bytes, other: bytes) -> bytes:
+        if not first:
+            first.append(True)
+            wait_until(lambda: served.lines, what="the server gives up")
+        return proof(token, side, one, other)
+
+    monkeypatch.setattr("coterie.wire.client.proof", slow)
+    with closing(Connection(Endpoint(served.address, TOKEN, patience=WAIT_S), {})) as connection:
+        connection.retry(lambda: connection.stream("Infer", LAYOUT, lambda: None), lambda: None).close()
+    assert served.lines == ["refused unix: no proof for 0.2 s"]
 
 
 def test_messages_of_unknown_clients_are_read_a_few_at_a_time(serve: Serve):
