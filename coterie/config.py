@@ -50,8 +50,8 @@ class Env:
     num_envs: Natural = 16  # envs of each learner, agents counted one by one; auto (or 0): what keeps the cores busy
     groups: Groups = 0  # 2: one group steps while the policy acts for the other; 1: all together; 0: auto
     threads: Natural = 0  # env threads, or worker processes, of each learner; 0: one for each of its cores
-    action_repeat: Positive = 1  # env steps per action, their rewards added up (Atari: on top of atari.frame_skip)
-    max_episode_steps: Natural = 0  # truncate episodes after this many steps; 0: the env's own limit
+    action_repeat: Positive = 1  # the env's steps per action, rewards added up (Atari: on top of atari.frame_skip)
+    max_episode_steps: Natural = 0  # truncate episodes after this many of the env's own steps; 0: its own limit
     time_limit: Literal["truncate", "terminate"] = "truncate"  # terminate: do not bootstrap at a time limit
     decorrelate: Natural = 0  # random steps that each env takes before the run: up to this many, uniformly sampled
     timeout: PositiveFloat = 60.0  # seconds until a worker that does not answer is replaced
@@ -363,7 +363,7 @@ class Eval:
     episodes: Positive = 10  # in one evaluation
     sampled: bool = False  # sample actions instead of taking the most likely one
     max_steps: Positive = 500_000  # env steps of one evaluation; one that reaches this marks no checkpoint as best
-    max_episode_steps: Natural = 0  # truncate episodes after this many env steps; 0: the env's own limit
+    max_episode_steps: Natural = 0  # truncate episodes after this many of the env's own steps; 0: as in training
 
 
 @dataclass(frozen=True)

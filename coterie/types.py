@@ -117,7 +117,7 @@ class Spec:
     obs: dict[str, ObsSpec]
     action: ActionSpec
     action_repeat: int = 1  # emulator frames per env step
-    max_episode_steps: int = 0  # env steps; 0: no limit known
+    max_episode_steps: int = 0  # the env's own steps, of which `env.action_repeat` are one env step; 0: no limit known
     agents: int = 1  # of one environment, each of them an env of its own for `env.num_envs`, the policy and the metrics
 
     @property

@@ -67,10 +67,7 @@ class RolloutBatch:
 
     def take(self, index: Tensor) -> RolloutBatch:
         """The rows `[n]` of a flat batch, or the columns of one with time, at `index`; copied."""
-        axis = self.mask.dim() - 1
-        batch = map_tensors(lambda x: x.index_select(axis, index), self, core_state=self._cores(index), metrics={})
-        batch.count, batch.envs = batch.mask.numel(), 1
-        return batch
+        return next(self.shuffled(index, 1))
 
     def shuffled(self, order: Tensor, pieces: int) -> Iterator[RolloutBatch]:
         """Minibatches of the rows, or columns, in `order` `[n]`. What is small is copied for all of them at once, which

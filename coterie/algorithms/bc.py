@@ -51,6 +51,9 @@ def read_episodes(config: Config, spec: Spec) -> Iterator[tuple[dict[str, Array]
             seen = entries(flatten(episode.observations, fields))
             obs = {k: np.asarray(seen[k][:n], s.dtype).reshape(n, *s.shape) for k, s in spec.obs.items()}
             action = actions.from_env(episode.actions).reshape(n, *spec.action.shape)
+            choices = action.reshape(n, -1)[:, : len(spec.action.sizes)]
+            if ((choices < 0) | (choices >= spec.action.sizes)).any():
+                raise ValueError("an action is none of the env's")
             yield obs, action, np.asarray(episode.rewards, np.float32)
     except Exception as error:  # no such data set, no network, damage, other spaces: of many libraries
         raise ConfigError(f"bc.dataset {name!r} cannot be used for {spec.env_id}: {reason_of(error)[:300]}") from error

@@ -49,9 +49,7 @@ class Replay(Protocol[ROut]):
     @property
     def size(self) -> int: ...
     def add(self, rollout: Rollout, reward: Array) -> None: ...
-    def draw(self, count: int, beta: float = 0.0, rng: np.random.Generator | None = None) -> Picks: ...
     def gather(self, picks: Picks) -> ROut: ...
-    def update(self, picks: Picks, priority: Array) -> None: ...
     def state_dict(self) -> dict[str, Tensor]: ...
     def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
 
@@ -232,7 +230,7 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
         assert self.replay is not None
         replay, share = self.config.replay, min(1.0, self.clock.env_steps / self.config.steps)
         beta = replay.beta + (replay.beta_end - replay.beta) * share if replay.alpha else 0.0
-        picks = self.replay.draw(self.q.batch_size, beta, self.sampling)
+        picks = self.replay.priorities.draw(self.q.batch_size, beta, self.sampling)
         self.before_look_ahead()  # here and not in the thread: random numbers are drawn in a fixed order
         prepare = partial(self._prepare, self.replay, picks, device)
         return prepare if self.replay.room.device is not None else self.prefetcher.submit(prepare).result
@@ -259,7 +257,7 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
         """Write the errors of the batch as the priorities of its samples."""
         assert self.replay is not None and isinstance(batch, ReplayBatch)  # noqa: PT018
         if self.config.replay.alpha and batch.priority is not None:
-            self.replay.update(batch.rows.picks, batch.priority.double().cpu().numpy())
+            self.replay.priorities.update(batch.rows.picks, batch.priority.double().cpu().numpy())
 
     def gauges(self) -> dict[str, float]:
         size = 0 if self.replay is None else self.replay.size

@@ -10,6 +10,7 @@ import torch
 from coterie.algorithms.table import algorithm_class
 from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.envs.pool import is_atari
+from coterie.envs.tasks import tasks
 from coterie.exchange.table import exchange_kind
 from coterie.replay.storage import Capacity
 from coterie.types import ActionSpec, Spec
@@ -24,7 +25,7 @@ def bounded(action: ActionSpec) -> bool:
 
 def stacked_frames(config: Config) -> int:
     """Frames of a stack, of which the replay stores the newest only; 0: observations are stored whole."""
-    return config.atari.stack if is_atari(config.env.id) and config.atari.stack > 1 else 0
+    return config.atari.stack if all(map(is_atari, tasks(config.env.id))) and config.atari.stack > 1 else 0
 
 
 def replay_size(config: ResolvedConfig) -> tuple[int, int]:

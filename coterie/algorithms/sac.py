@@ -57,6 +57,15 @@ class Critics(nn.Module):
         return (x * layers[-2].mT).sum(-1) + layers[-1][..., 0]  # a batched product of one column is slow
 
 
+class FlatTorso(nn.Sequential):
+    """Layers over the observations side by side."""
+
+    def forward(self, obs: Obs) -> Tensor:
+        x, weight = _flat(obs), next(self.parameters(), None)
+        x = x if weight is None else x.to(compute_dtype(weight))
+        return cast(Tensor, super().forward(x))  # type: ignore[no-untyped-call]
+
+
 class SACNetwork(Network):
     """A policy's means and log deviations `[.., 2 A]`, and critics. Its value output is 0: acting needs none."""
 
@@ -72,14 +81,13 @@ class SACNetwork(Network):
         layers, sizes = list[nn.Module](), (inputs, *self.config.hidden)
         for a, b in pairwise(sizes):
             layers += [nn.Linear(a, b), nn.ReLU(inplace=True)]
-        self.torso, self.value_torso = nn.Sequential(*layers), None
+        self.torso, self.value_torso, self.paired = FlatTorso(*layers), None, False
         self.policy = init(nn.Linear(sizes[-1], 2 * actions), 0.01)
         self.critics = Critics(inputs + actions, self.config.hidden)
 
-    def _forward(self, inputs: Inputs, obs: Obs, core_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        x = self.torso(_flat(obs).to(compute_dtype(next(self.torso.parameters(), self.policy.weight))))
+    def _heads(self, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         mean, log_std = self.policy(x.float()).chunk(2, -1)
-        return torch.cat((mean, log_std.clamp(*_LOG_STD)), -1), torch.zeros_like(mean[..., :1]), None
+        return torch.cat((mean, log_std.clamp(*_LOG_STD)), -1), torch.zeros_like(mean[..., :1])
 
     def features(self, obs: Obs) -> Tensor:
         """What the critics see of observations: normalized and flat, `[N, size]`."""

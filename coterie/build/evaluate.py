@@ -17,10 +17,11 @@ from coterie.build.factory import make_algorithm, make_model
 from coterie.build.resources import resolve_config
 from coterie.build.validity import check_spec
 from coterie.config import Config
+from coterie.envs.answers import check_held
 from coterie.envs.atari57 import human_normalized
 from coterie.envs.make import env_edges, make_envs, make_spec
 from coterie.envs.news import Means
-from coterie.envs.spaces import flatten
+from coterie.envs.spaces import flatten, on_host
 from coterie.envs.tasks import are_normalized, overall, task_config, tasks
 from coterie.models.build import Network
 from coterie.plugins import GIVEN, VARIANT, Part, label
@@ -107,9 +108,7 @@ def evaluate(algorithm: AnyAlgorithm, model: Network, config: Config, trial: Tri
     env = replace(config.env, num_envs=n, decorrelate=0, delay=0.0, max_episode_steps=longest)
     env = replace(env, info="off" if env.info == "off" else "episodes")
     budget = config.eval.max_steps if trial.max_steps is None else trial.max_steps
-    quota = np.full(n, trial.episodes // n)
-    quota[: trial.episodes % n] += 1
-    quota = quota[::agents].repeat(agents)
+    quota = np.bincount(np.arange(trial.episodes) % n, minlength=n)[::agents].repeat(agents)
     threads = config.env.threads or 2
     with make_envs(env, config.atari, seed=trial.seed, threads=threads, groups=1, training=False, union=union) as envs:
         player = Player(algorithm, model, envs.spec, n, trial.seed)
@@ -120,7 +119,7 @@ def evaluate(algorithm: AnyAlgorithm, model: Network, config: Config, trial: Tri
                 break
             envs.send(0, player.act(ts.obs, ts.is_first, ts.reward, trial.sampled))
             ts = envs.recv(0)
-            steps += int(((quota > 0) & ~ts.is_first).sum())
+            steps += max(1, int(((quota > 0) & ~ts.is_first).sum()))  # it ends though an agent never appears
             for i in np.flatnonzero(~np.isnan(ts.episode_return) & (quota > 0)):
                 quota[i] -= 1
                 scores.returns.append(float(ts.episode_return[i]))
@@ -205,11 +204,12 @@ class Policy:
                 raise ConfigError("action_mask: this policy needs one, [B, choices]: the env's info or action_masks()")
             obs |= {MASK: np.asarray(action_mask, bool)}
         for key, x in entries(obs).items():
+            place = f"obs[{key!r}]" if key else "obs"
             if np.shape(x)[1:] != (row := self.spec.obs[key].shape):
-                place = f"obs[{key!r}]" if key else "obs"
                 hint = f"; for one env give {place}[None]" if np.shape(x) == row else ""
                 needed = f"[{', '.join(map(str, ('B', *row)))}]"
                 raise ConfigError(f"{place}: {needed} is needed, not {list(np.shape(x))}{hint}")
+            check_held(place, on_host(x), self.spec.obs[key].dtype)
         if self.spec.masked and not self.spec.legal_rows(obs[MASK]).all():
             raise ConfigError("action_mask: nothing is legal in one of its rows")
         batch = len(next(iter(entries(obs).values())))

@@ -22,7 +22,7 @@ from coterie.envs.events import EnvEvents
 from coterie.envs.gym import numbers
 from coterie.envs.news import Reports
 from coterie.envs.spaces import on_host, random_actions
-from coterie.envs.vector import edge, not_finite, receive
+from coterie.envs.vector import check_results, edge, not_finite, receive
 from coterie.parallel.board import Board
 from coterie.types import MASK, Array, CoterieError, Obs, TimeStep, entries, map_obs
 
@@ -137,6 +137,8 @@ class Group:
     def _collect(self) -> tuple[StepResults, dict[int, Obs]]:
         """The backend's answer, and the first observations of instances that had to be replaced."""
         batch, fresh = receive(self.backend), dict[int, Obs]()
+        if self._answers < 2:  # to the first reset and the first step; later ones are alike
+            check_results(self.backend.spec, batch, len(self._asked))
         bad = self._bad(batch)
         self._check_legal(batch, bad)
         while bad:

@@ -92,14 +92,20 @@ def make_spec(env: config.Env, atari: config.Atari) -> Spec:
 def _union(env_id: str, specs: list[Spec]) -> Spec:
     first = specs[0]
     for spec in specs[1:]:
-        if spec.obs != first.obs or spec.action_repeat != first.action_repeat or spec.agents != first.agents:
-            raise ConfigError(f"env.id: {first.env_id} and {spec.env_id} have different observations or agents")
-        if spec.action != first.action and {spec.action.kind, first.action.kind} != {"categorical"}:
-            raise ConfigError(f"env.id: {first.env_id} and {spec.env_id} take actions of different kinds")
-    largest = max(specs, key=lambda spec: spec.action.sizes)
-    return replace(
-        first, env_id=env_id, action=largest.action, max_episode_steps=max(s.max_episode_steps for s in specs)
-    )
+        differ = {
+            "observations": spec.to_json()["obs"] != first.to_json()["obs"],  # whatever their bounds
+            "numbers of frames in a step": spec.action_repeat != first.action_repeat,
+            "numbers of agents": spec.agents != first.agents,
+            "actions": spec.action != first.action and {spec.action.kind, first.action.kind} != {"categorical"},
+        }
+        if what := " and ".join(name for name, differs in differ.items() if differs):
+            raise ConfigError(f"env.id: {first.env_id} and {spec.env_id} have different {what}")
+    obs = {
+        k: replace(x, low=min(s.obs[k].low for s in specs), high=max(s.obs[k].high for s in specs))
+        for k, x in first.obs.items()
+    }
+    action, limit = max((s.action for s in specs), key=lambda a: a.sizes), max(s.max_episode_steps for s in specs)
+    return replace(first, env_id=env_id, obs=obs, action=action, max_episode_steps=limit)
 
 
 def env_edges(env: config.Env, atari: config.Atari) -> Declared:

@@ -29,7 +29,7 @@ Convert = Callable[[Array], Array]
 _KEPT = {"uint8", "int8", "int16", "int32", "int64", "float32", "bool"}
 _LARGEST_ONE_HOT = 65536
 # MiniGrid's and BabyAI's grid, which declares itself an image: what is in a cell, its color, its state or direction.
-_GRID = re.compile(r"(MiniGrid|BabyAI)-")
+_GRID = re.compile(r"(.*:)?(MiniGrid|BabyAI)-")
 _GRID_CODES = (11, 6, 4)
 
 
@@ -254,13 +254,13 @@ def _structured(env_id: str, space: spaces.Space[Any]) -> ActionMap:
 def _box_action(space: spaces.Box) -> ActionMap:
     """A component with two bounds is stretched from [-1, 1]; with one or none it is the number itself, clipped."""
     low, high = space.low.astype(np.float64), space.high.astype(np.float64)
+    low[low < -1e15], high[high > 1e15] = -np.inf, np.inf  # the largest float often stands for no bound
     spec = ActionSpec("continuous", low=tuple(low.reshape(-1).tolist()), high=tuple(high.reshape(-1).tolist()))
     with np.errstate(over="ignore", invalid="ignore"):
         half = ((high - low) / 2).astype(np.float32)
-        bounded = np.isfinite(half)
-        center = np.where(bounded, low / 2 + high / 2, 0).astype(np.float32)
+        center = np.where(np.isfinite(half), low / 2 + high / 2, 0).astype(np.float32)
         ends = _inside(low, 1), _inside(high, -1)
-    half = np.where(bounded, half, np.float32(1))
+    half = np.where(np.isfinite(half), half, np.float32(1))
     unit = bool((center == 0).all() and (half == 1).all())
     return ActionMap(spec, tuple(space.shape), None if unit else center, None if unit else half, *ends)
 

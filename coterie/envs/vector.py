@@ -24,8 +24,11 @@ from coterie.envs.gym import is_gym_id, numbers, open_gym
 from coterie.envs.pool import has_env
 from coterie.envs.spaces import flatten, on_host
 from coterie.plugins import label, named_env, reach
-from coterie.types import MASK, Array, ConfigError, CoterieError, Obs, entries, from_entries, json_object, map_obs
+from coterie.types import MASK, Array, ConfigError, CoterieError, Obs, Spec, entries, from_entries, json_object, map_obs
 
+_MOST_IDLE = 100  # steps that nothing can be learned from
+_FLAGS = ("terminated", "truncated", "game_over", "first")
+_SMALL = {"reward": np.dtype("float32"), **dict.fromkeys(_FLAGS, np.dtype(bool))}
 APART = ("auto", "pool", "workers")  # the other values of env.backend are simulators that step all envs together
 
 
@@ -106,6 +109,7 @@ class VectorBackend(Backend):
         # Whether reset(options={"reset_mask": ...}) restarts some of the envs.
         self._masks = self._mode is AutoresetMode.DISABLED or isinstance(made.unwrapped, SyncVectorEnv | AsyncVectorEnv)
         self._done = np.zeros(made.num_envs, bool)
+        self._idle = 0  # steps in a row that began an episode in all envs, and so were lost, and ended it
 
     def reset(self, ids: Array) -> None:
         self._done[ids] = False
@@ -135,6 +139,10 @@ class VectorBackend(Backend):
             reward[fake], terminated[fake], truncated[fake] = 0, False, False
         self._done = done = terminated | truncated
         if done.any() and self._mode is AutoresetMode.SAME_STEP:
+            self._idle = 0 if self._masks or not (fake & done).all() else self._idle + 1
+            if self._idle > _MOST_IDLE:
+                what = "episodes of one step need autoreset NEXT_STEP or DISABLED"
+                raise CoterieError(f"env.id {self.spec.env_id!r}: {what}")
             obs = self._with_final(obs, info, done, truncated)
         told = self._info == "steps" or (self._info == "episodes" and done.any())
         numbers = self._numbers(info, done) if told else {}
@@ -209,19 +217,34 @@ def _shared(x: Any) -> Any:
 def receive(backend: Backend) -> StepResults:
     """The backend's answer, with observations that are NumPy arrays or torch tensors, and all else on the host."""
     batch = backend.recv()
-    if not backend.tensors:
+    if not backend.tensors and [getattr(x, "dtype", 0) for x in (*batch[1:5], batch.first)] == [*_SMALL.values()]:
         return batch
-    obs = {k: np.array(on_host(x), bool) if k == MASK else _shared(x) for k, x in entries(batch.obs).items()}
-    small: Any = {k: np.array(on_host(getattr(batch, k)), bool) for k in (*batch._fields[2:5], "first")}
-    return batch._replace(obs=from_entries(obs), reward=np.array(on_host(batch.reward), np.float32), **small)
+    small: Any = {k: np.array(on_host(getattr(batch, k)), kind) for k, kind in _SMALL.items()}
+    if backend.tensors:
+        obs = {k: np.array(on_host(x), bool) if k == MASK else _shared(x) for k, x in entries(batch.obs).items()}
+        small["obs"] = from_entries(obs)
+    return batch._replace(**small)
+
+
+def check_results(spec: Spec, batch: StepResults, n: int) -> None:
+    """Raise where the results of `n` instances have other names, shapes or dtypes than `spec`, and would be broadcast
+    or cut, unsaid.
+    """
+    obs, what = entries(batch.obs), f"env.id {spec.env_id!r}:"
+    if obs.keys() != spec.obs.keys():
+        raise ConfigError(f"{what} the observations are {sorted(obs)}, where the space has {sorted(spec.obs)}")
+    want = {f"observation {k!r}" if k else "observation": (obs[k], s.shape, s.dtype) for k, s in spec.obs.items()}
+    want |= {k: (getattr(batch, k), (), kind.name) for k, kind in _SMALL.items() if k != "first"}
+    for name, (x, row, dtype) in want.items():
+        if (shape := tuple(getattr(x, "shape", ()))) != (n, *row):
+            raise ConfigError(f"{what} {name} has shape {shape}, not {(n, *row)}")
+        if "int" in dtype and "float" in str(x.dtype):
+            raise ConfigError(f"{what} {name} has type {x.dtype}, and its space {dtype}")
 
 
 def edge(backend: Backend, first: StepResults) -> Callable[[Any], Any]:
-    """What makes a policy's actions the backend's, on the device of its `first` observations. Checks their shapes."""
-    spec, actions, n, obs = backend.spec, backend.action_map, backend.num_instances, entries(first.obs)
-    for name, x, row in [("reward", first.reward, ()), *((k, obs.get(k), s.shape) for k, s in spec.obs.items())]:
-        if (shape := tuple(getattr(x, "shape", ()))) != (n, *row):
-            raise ConfigError(f"env.id {spec.env_id!r}: {name or 'observation'} has shape {shape}, not {(n, *row)}")
+    """What makes a policy's actions the backend's, on the device of its `first` observations."""
+    actions, obs = backend.action_map, entries(first.obs)
     if not backend.tensors or actions.leaves:
         return lambda a: actions.to_env(on_host(a))
     import torch

@@ -29,7 +29,7 @@ def a2c(env: Part = "Pong-v5", **overrides: Any) -> Config:
             "env.num_envs": 128,
             "env.decorrelate": 200,
             "reward.clip": "sign",
-            "model": Model(torso="a3c"),
+            "model.torso": "a3c",
             "algo": Algo(unroll_length=5, value_coef=0.25),
             "optim": Optim("rmsprop_tf", lr=7e-4, alpha=0.9, eps=1e-6, sqrt_scaling_from=16),
         },
@@ -61,7 +61,7 @@ def ppo(env: Part = "Pong-v5", **overrides: Any) -> Config:
             "steps": 5_000_000,
             "env.decorrelate": 200,
             "reward.clip": "sign",
-            "model": Model(torso="a3c"),
+            "model.torso": "a3c",
             "algo": Algo(128, gae_lambda=0.95, normalize_advantage=True),
             "ppo": PPO(epochs=3, minibatch_size=256, clip=0.2, batch_size=2048),
             "optim": Optim("adam", lr=5e-4, eps=1e-5, schedule=LINEAR),
@@ -107,7 +107,7 @@ def gala_a2c(env: Part = "Pong-v5", **overrides: Any) -> Config:
     image = {
         "env.num_envs": 16,
         "env.decorrelate": 0,
-        "model": Model(torso="gala"),
+        "model.torso": "gala",
         "algo": Algo(unroll_length=5),
         "optim": Optim("rmsprop", lr=7e-4, alpha=0.99, eps=1e-5, sqrt_scaling_from=16),
     }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from coterie.config import R2D2, Algo, Config, Model, Optim, Q, Replay, Reward
+from coterie.config import R2D2, Algo, Config, Optim, Q, Replay, Reward
 from coterie.plugins import Part
 from coterie.presets.common import LINEAR, derive, envs, make
 from coterie.runs.objects import name_of
@@ -32,7 +32,7 @@ def dqn(env: Part = "Pong-v5", **overrides: Any) -> Config:
             "steps": 10_000_000,
             "env.num_envs": 32,
             "reward.clip": "sign",
-            "model": Model(torso="nature"),
+            "model.torso": "nature",
             "algo": Algo(unroll_length=4),
             "q": Q(double=False, epsilon_end=0.1, epsilon_steps=1_000_000, learn_start=50_000, eval_epsilon=0.05),
             "optim": Optim("rmsprop_tf", lr=2.5e-4, alpha=0.95, eps=1e-6, max_grad_norm=0.0),
@@ -102,7 +102,7 @@ def rainbow(env: Part = "Pong-v5", **overrides: Any) -> Config:
     categorical. Images: Adam at 6.25e-5 with eps 0.005 / 32, target network every 8,000 env steps.
     """
     image = {
-        "model": Model(torso="nature-conv"),
+        "model.torso": "nature-conv",
         "q.dueling": 512,
         "q.target_every": 8_000,
         "q.learn_start": 20_000,
@@ -144,7 +144,7 @@ def apex_dqn(env: Part = "Pong-v5", **overrides: Any) -> Config:
     }
     image = {
         "env.num_envs": envs(env, 32),
-        "model": Model(torso="nature-conv"),
+        "model.torso": "nature-conv",
         "algo": Algo(unroll_length=10),
         "q.dueling": 512,
         "optim": Optim("rmsprop", lr=0.00025 / 4, alpha=0.95, eps=1.5e-7, max_grad_norm=40.0),

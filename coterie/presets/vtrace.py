@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from coterie.config import Algo, Central, Config, Decoupled, Model, Optim, Reward, VTrace
+from coterie.config import Algo, Central, Config, Decoupled, Optim, Reward, VTrace
 from coterie.plugins import Part
 from coterie.presets.common import LINEAR, Changes, derive, envs, flat, make, of_env
 from coterie.runs.objects import name_of
@@ -27,14 +27,17 @@ def impala(env: Part = "Pong-v5", **overrides: Any) -> Config:
         "steps": 10_000_000,
         "decoupled": Decoupled(batch_size=32),
         "reward.clip": "clamp",
-        "model": Model(torso="gala"),
+        "model.torso": "gala",
         "algo": Algo(20, value_coef=0.25, entropy_coef=0.01),  # half of 0.5 times the squared error
         "vtrace": VTrace(loss="sum"),
         "optim": Optim("rmsprop_tf", lr=6e-4, eps=0.01, max_grad_norm=40.0, schedule=LINEAR),
     }
     if env.startswith("dmlab/"):
         image |= {
-            "model": Model(torso="a3c", core="lstm", core_size=256, last_action_reward=True),
+            "model.torso": "a3c",
+            "model.core": "lstm",
+            "model.core_size": 256,
+            "model.last_action_reward": True,
             "algo": Algo(100, value_coef=0.25, entropy_coef=2.5e-4),
             "optim": Optim("rmsprop_tf", lr=4.8e-4, eps=0.1, max_grad_norm=0.0, schedule=LINEAR),
         }
@@ -106,7 +109,7 @@ def seed_football(env: Part = "gfootball/11_vs_11_hard_stochastic-v1", **overrid
     image = {
         "steps": 500_000_000,
         "reward": Reward(),
-        "model": Model(torso="football"),
+        "model.torso": "football",
         "algo": Algo(32, gamma=0.997, gae_lambda=gae_lambda, value_coef=0.25, entropy_coef=entropy),
         "optim": Optim("adam_eps_hat", lr=lr, eps=1e-7, max_grad_norm=0.0),
     }

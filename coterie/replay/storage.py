@@ -18,7 +18,7 @@ from torch import Tensor
 from coterie.envs.spaces import on_host
 from coterie.ops.returns import turns
 from coterie.parallel.affinity import machine_memory
-from coterie.replay.priority import Picks, Priorities
+from coterie.replay.priority import Priorities
 from coterie.types import Array, ConfigError, ObsSpec, Rollout, Spec, entries, reason_of
 
 _USABLE_MEMORY = 0.8  # share of the machine's memory that replay may take
@@ -163,8 +163,8 @@ class ObsStore:
 @dataclass(frozen=True)
 class Capacity:
     """What a replay has room for: `rows` env steps of `envs` env ids at a time, which may be any ids. `frames`: of each
-    image stack, of which only the newest is stored; 0: images are stored whole. Observations are in a file in the
-    folder `disk`, or on the GPU `device`, or in memory.
+    image stack, of which only the newest is stored; images with another number of channels are stored whole.
+    Observations are in a file in the folder `disk`, or on the GPU `device`, or in memory.
     """
 
     spec: Spec
@@ -176,7 +176,7 @@ class Capacity:
 
     def stacked(self, obs: ObsSpec) -> int:
         """Frames of a stack; 0: not a stack."""
-        return self.frames if obs.is_image else 0
+        return self.frames if obs.is_image and obs.shape[0] == self.frames else 0
 
     def obs_bytes(self, obs: ObsSpec) -> int:
         """Bytes of one stored row, a stack's depth among them."""
@@ -215,12 +215,6 @@ class EnvReplay(ABC):
     @abstractmethod
     def _add(self, env: Array, obs: dict[str, Any], rollout: Rollout, columns: list[int], reward: Array) -> None:
         """Take in the columns of a rollout. `env` `[b]`: their rings; `obs` and `reward`: of these columns only."""
-
-    def draw(self, count: int, beta: float = 0.0, rng: np.random.Generator | None = None) -> Picks:
-        return self.priorities.draw(count, beta, rng)
-
-    def update(self, picks: Picks, priority: Array) -> None:
-        self.priorities.update(picks, priority)
 
     def _at(self, env: Array, number: Array) -> Array:
         """The place of an env's row (or block) by its number."""

@@ -10,7 +10,7 @@ from gymnasium.vector import AutoresetMode
 
 from coterie.envs.backend import Backend, CannotReplace, StepResults
 from coterie.envs.spaces import on_host
-from coterie.envs.vector import VectorBackend
+from coterie.envs.vector import VectorBackend, check_results
 from coterie.types import MASK, Array, ConfigError, entries, from_entries, map_obs
 
 FLAGS = ("terminated", "truncated", "game_over")
@@ -83,25 +83,19 @@ class Watched(Backend):
         for name, array, copy in self._kept:
             if array.tobytes() != copy.tobytes():
                 self.mend[f"{name} kept"] = f"{name}: the array changes after it was given; give a new one each time"
-        obs = entries(answer.obs)
-        if obs.keys() != self.spec.obs.keys():
-            raise ConfigError(f"the observations are {sorted(obs)}, where the space has {sorted(self.spec.obs)}")
-        obs = {name: obs[name] for name in self.spec.obs}
+        check_results(self.spec, answer, n)
+        obs = {name: entries(answer.obs)[name] for name in self.spec.obs}
         self._device = next((x.device for x in obs.values() if hasattr(x, "detach")), "cpu")
-        want = {f"observation {k!r}" if k else "observation": (s.shape, s.dtype) for k, s in self.spec.obs.items()}
-        want |= {"reward": ((), "float32"), **dict.fromkeys(FLAGS, ((), "bool"))}
+        want = {f"observation {k!r}" if k else "observation": s.dtype for k, s in self.spec.obs.items()}
+        want |= {"reward": "float32", **dict.fromkeys(FLAGS, "bool")}
         given = dict(zip(want, [*obs.values(), answer.reward, *answer[2:5]], strict=True))
         self._kept = [(name, x, x.copy()) for name, x in given.items() if isinstance(x, np.ndarray)]
-        for name, (shape, dtype) in want.items():
+        for name, dtype in want.items():
             x = given[name] = on_host(given[name])
-            if x.shape != (n, *shape):
-                raise ConfigError(f"{name}: shape {x.shape} where {n} envs have {(n, *shape)}")
             if x.dtype != dtype:
                 self.mend[f"{name} type"] = f"{name}: type {x.dtype}, not {dtype}: convert it"
         plain = from_entries({k: x.copy() for k, x in zip(obs, given.values(), strict=False)})
-        rest: Any = {
-            name: given[name].astype(dtype) for name, (_, dtype) in want.items() if name in StepResults._fields
-        }
+        rest: Any = {name: given[name].astype(dtype) for name, dtype in want.items() if name in StepResults._fields}
         seen = answer._replace(obs=plain, first=on_host(answer.first), **rest)
         if n == self.num_instances:
             self._follow(seen)

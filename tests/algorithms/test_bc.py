@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from gymnasium.envs.classic_control import CartPoleEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
 import coterie
@@ -32,6 +33,14 @@ from tests.support.demonstrations import rule_plays_cartpole
 from tests.support.runs import check_rows
 
 QUIET = {"log.tensorboard": False, "device": "cpu"}
+
+
+class OneWay(CartPoleEnv):
+    """CartPole that can only be pushed to the left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.action_space = spaces.Discrete(1)
 
 
 def make(env: str = "CartPole-v1", **changes: Any) -> tuple[Any, Any]:
@@ -137,6 +146,7 @@ def test_it_learns_with_every_acting_and_exchange(tmp_path: Path, acting: str, e
         ("Acrobot-v1", "", r"cannot be used for Acrobot-v1"),
         ("CartPole-v1", "no/such-v0", r"'no/such-v0' cannot be used for CartPole-v1"),
         ("Taxi-v4", "", "action mask in info"),
+        (f"{__name__}:OneWay", "", "cannot be used for .*OneWay: an action is none of the env's"),
     ],
 )
 def test_data_that_does_not_fit_is_refused_with_one_line(

@@ -39,7 +39,7 @@ def test_a_stored_state_is_the_acting_state_at_the_first_row_of_the_burn_in(stor
     learner.run(look)
     learner.close()
     ring = learner.algorithm.replay
-    picks = ring.draw(40)
+    picks = ring.priorities.draw(40)
     drawn = [*zip((picks.index // ring.ring).tolist(), picks.stamp.tolist(), strict=True)]
     assert {*drawn} == {(env, begin) for env in range(4) for begin in begins}
     rows = ring.gather(picks)

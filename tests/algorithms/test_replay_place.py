@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from coterie.algorithms.replay_size import replay_capacity
+from coterie.algorithms.replay_size import replay_capacity, stacked_frames
 from tests.algorithms.harness import VARIANTS, build, drawn
-from tests.conftest import VECTOR
+from tests.conftest import VECTOR, make_config
 
 
 @pytest.mark.parametrize("name", ["double", "rainbow", "noisy", "r2d2"])
@@ -28,6 +28,13 @@ def test_batches_are_the_same_where_observations_are_as_on_a_gpu(name, monkeypat
         assert {x is threading.main_thread() for x in threads} == {device is not None}
         threads.clear()
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("env", "frames"), [("Pong-v5", 4), ("Pong-v5, Breakout-v5", 4), ("Pong-v5,CartPole-v1", 0), ("CartPole-v1", 0)]
+)
+def test_of_a_stack_the_newest_frame_is_stored_if_all_tasks_are_atari_games(env, frames):
+    assert stacked_frames(make_config(**{"env.id": env})) == frames
 
 
 @pytest.mark.parametrize("name", ["double", "r2d2"])

@@ -42,18 +42,18 @@ def test_evaluation_counts_whole_episodes_and_stops_at_its_step_budget(tmp_path)
 class Scaled(gymnasium.Env):
     """Five steps, each worth `scale`."""
 
-    observation_space, action_space = Dict(a=Box(0.0, 1.0, (2,)), b=Discrete(3)), Discrete(2)
+    observation_space, action_space = Dict(a=Box(0, 1, (2,), np.int8), b=Discrete(3)), Discrete(2)
 
     def __init__(self, scale=1.0, render_mode=None):
         self.scale, self.render_mode, self.left = scale, render_mode, 0
 
     def reset(self, *, seed=None, options=None):
         self.left = 5
-        return {"a": np.zeros(2, np.float32), "b": 1}, {}
+        return {"a": np.zeros(2, np.int8), "b": 1}, {}
 
     def step(self, action):
         self.left -= 1
-        return {"a": np.zeros(2, np.float32), "b": 1}, self.scale, self.left == 0, False, {}
+        return {"a": np.zeros(2, np.int8), "b": 1}, self.scale, self.left == 0, False, {}
 
     def render(self):
         return np.zeros((32, 32, 3), np.uint8) if self.render_mode == "rgb_array" else None
@@ -87,6 +87,9 @@ def test_a_policy_plays_in_other_envs_with_the_same_spaces(tmp_path, capsys):
         load(out)(np.zeros((1, 2)))
     with pytest.raises(ConfigError, match=r"^obs: 'b' is missing$"):
         load(out)({"a": np.zeros((1, 2))})
+    with pytest.raises(ConfigError, match=r"^obs\['a'\] has numbers that its space's int8 cannot hold: 0.5 to 0.5$"):
+        load(out)({"a": np.full((1, 2), 0.5), "b": np.ones(1, int)})
+    assert load(out)({"a": np.ones((1, 2)), "b": np.ones(1, int)}).shape == (1,)
 
 
 def test_a_recurrent_policy_outside_of_training_keeps_and_resets_its_state(tmp_path):

@@ -60,6 +60,13 @@ def test_boxes_keep_what_torch_knows_and_scalars_get_an_axis():
     np.testing.assert_array_equal(x, [[0.25], [0.5]])
 
 
+@pytest.mark.parametrize("env_id", ["MiniGrid-Empty-5x5-v0", "minigrid:MiniGrid-Empty-5x5-v0", "a.b:BabyAI-GoTo-v0"])
+def test_the_grid_of_minigrid_is_codes_also_where_a_module_registers_it(env_id):
+    (field,) = obs_fields(env_id, spaces.Dict({"image": spaces.Box(0, 255, (7, 7, 3), np.uint8)}))
+    assert field.spec.codes == (11, 6, 4)
+    assert not field.spec.is_image
+
+
 def test_nested_dicts_are_flat_with_dotted_names():
     space = spaces.Dict({"a": spaces.Dict({"b": spaces.Discrete(2)}), "c": spaces.Box(-1, 1, (2,), np.float32)})
     specs, x = convert(space, {"a": {"b": np.array([1])}, "c": np.zeros((1, 2), np.float32)})
@@ -84,6 +91,10 @@ def test_continuous_actions_stretch_finite_bounds_and_leave_infinite_ones():
     x = m.to_env(np.array([[0.5, 0.5, 7], [2, -3, -9]], np.float32))
     np.testing.assert_allclose(x, [[0.5, 7.5, 7], [1, 0, -9]])
     assert x.dtype == np.float32
+    largest = np.finfo(np.float32).max
+    m = action_map("env", spaces.Box(np.array([-largest, 0], np.float32), largest, dtype=np.float32))
+    np.testing.assert_allclose(m.to_env(np.array([[0.5, -3], [-7, 9]], np.float32)), [[0.5, 0], [-7, 9]])
+    assert (m.spec.low, m.spec.high) == ((-np.inf, 0), (np.inf, np.inf))
     m = action_map("env", spaces.Box(-1, 1, (2, 2), np.float32))
     x = m.to_env(np.array([[0.5, -0.5, 4, 1]], np.float32))
     np.testing.assert_array_equal(x, [[[0.5, -0.5], [1, 1]]])

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from coterie.build.evaluate import Scores
 from coterie.cli.main import main
 from coterie.config import Atari, Env
-from coterie.envs.make import make_spec
+from coterie.envs.make import _union, make_spec
 from coterie.envs.tasks import are_normalized, child_env, overall
 from coterie.runs.metrics import read_metrics
+from coterie.types import ActionSpec, ConfigError, ObsSpec, Spec
 from tests.conftest import make_config
 
 # Games of 5 steps in which action 1 pays; each task refuses an action that it has not.
@@ -99,6 +101,27 @@ def test_the_score_is_normalized_and_capped_where_all_have_a_reference():
     assert told["mean_return"] == pytest.approx(10.85)
     assert told["score"] == pytest.approx(0.5)
     assert (are_normalized(["Pong-v5", "Breakout-v5"]), are_normalized(["Pong-v5", "CartPole-v1"])) == (True, False)
+
+
+SPEC = Spec("a", {"": ObsSpec((2,), "float32", 0, 1)}, ActionSpec("continuous", low=(-1.0,), high=(1.0,)))
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        ({"obs": {"": ObsSpec((2,), "uint8")}}, "observations"),
+        ({"agents": 2}, "numbers of agents"),
+        ({"action": ActionSpec("continuous", low=(-2.0,), high=(1.0,)), "action_repeat": 4}, "numbers .* and actions"),
+    ],
+)
+def test_what_differs_between_tasks_is_named(other, what):
+    with pytest.raises(ConfigError, match=rf"^env\.id: a and b have different {what}$"):
+        _union("a,b", [SPEC, replace(SPEC, env_id="b", **other)])
+
+
+def test_tasks_may_have_other_bounds_of_observations():
+    wide = replace(SPEC, env_id="b", obs={"": ObsSpec((2,), "float32", -3, 0.5)})
+    assert _union("a,b", [SPEC, wide]).obs[""] == ObsSpec((2,), "float32", -3, 1)
 
 
 @pytest.mark.parametrize(

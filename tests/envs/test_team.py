@@ -11,6 +11,8 @@ import pytest
 import coterie
 from coterie import presets
 from coterie.build import validity
+from coterie.build.evaluate import Trial, evaluate
+from coterie.build.factory import make_algorithm, make_model
 from coterie.build.resources import resolve_config
 from coterie.envs.make import make_spec
 from coterie.envs.spaces import random_actions
@@ -52,6 +54,16 @@ def test_agents_that_leave_or_come_later_have_masked_rows(groups: int, threads: 
     assert seen.env_id[0].tolist() == list(range(12))
     if not bare:
         check_crowd(seen)
+
+
+def test_an_evaluation_ends_though_an_agent_never_appears() -> None:
+    lives = json.dumps({"lives": [[0, 5], [9, 12]]})
+    config = resolve_config(make_config(**{"env.id": CROWD, "env.kwargs": lives, "env.num_envs": 2}))
+    spec, stops = make_spec(config.env, config.atari), iter([False] * 200 + [True])
+    trial = Trial(4, max_steps=100, stop=lambda: next(stops))
+    scores = evaluate(make_algorithm(config, spec), make_model(config, spec), config, trial)
+    assert (len(scores.returns), scores.unfinished) == (2, 2)
+    assert not next(stops)  # its budget ended it
 
 
 def test_a_time_limit_truncates_all_that_are_there() -> None:

@@ -24,6 +24,7 @@ from tests.support import vectors
 from tests.support.masked import Masked
 
 COUNTING, GYMNASIUMS, MASKED = (f"tests.support.vectors:{name}" for name in ("Counting", "gymnasiums", "masked"))
+WALKS = "tests.tools.test_check_backend:Walks"
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -174,6 +175,43 @@ def test_what_cannot_work_is_one_line(options: dict[str, Any], says: str) -> Non
     with refused(says):
         make_spec(env, config.Atari())
         make_envs(env, config.Atari(), seed=1)
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize(
+    ("lacks", "says"),
+    [
+        ("later", r"observation has shape \(3, 1\), not \(3, 2\)"),
+        ("reward", r"reward has shape \(3, 1\), not \(3,\)"),
+        ("flags", r"terminated has shape \(3, 1\), not \(3,\)"),
+        ("bytes", "observation has type .*float32, and its space uint8"),
+    ],
+)
+def test_results_that_would_be_broadcast_or_cut_are_one_line(kind: str, lacks: str, says: str) -> None:
+    options = {"backend": "vector", "kwargs": {"kind": kind, "lacks": lacks}}
+    with refused(f"^env.id '{COUNTING}': {says}$"), make(COUNTING, 3, **options) as envs:  # type: ignore[arg-type]
+        play(envs, 2)
+
+
+def test_flags_that_are_integers_are_those_of_a_sound_backend() -> None:
+    seen = []
+    for fault in ("ints", ""):
+        with make("walks", 3, backend=WALKS, kwargs={"fault": fault}) as envs:
+            seen.append(play(envs, 30))
+    for ints, sound in zip(*seen, strict=True):
+        np.testing.assert_array_equal(ints, sound)
+    assert seen[0].terminated.sum() == 9
+
+
+def test_episodes_of_one_step_are_refused_where_each_would_be_lost() -> None:
+    kwargs = {"mode": "SameStep", "length": 1}
+    with (
+        make(COUNTING, 3, backend="vector", kwargs=kwargs) as envs,
+        refused("episodes of one step need autoreset NEXT_STEP or DISABLED"),
+    ):
+        play(envs, 200)
+    with make(COUNTING, 3, backend="vector", kwargs={"length": 1}) as envs:
+        assert play(envs, 200).done.sum() == 300
 
 
 def test_an_episode_without_its_last_observation_cannot_be_truncated() -> None:

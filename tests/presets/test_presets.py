@@ -12,7 +12,7 @@ from coterie.build import validity
 from coterie.build.resources import resolve_config
 from coterie.config import Schedule
 from coterie.envs.make import make_spec
-from coterie.types import ConfigError
+from coterie.types import ActionSpec, ConfigError, ObsSpec, Spec
 
 SCENARIO = "gfootball/11_vs_11_hard_stochastic-v1"
 
@@ -137,6 +137,15 @@ def test_three_tasks_are_shared_out_by_default(name):
     config = resolve_config(presets.make(name, env="Pong-v5,Breakout-v5,Seaquest-v5"))
     validity.check(config, make_spec(config.env, config.atari))
     assert config.actors % 3 == 0
+
+
+@pytest.mark.parametrize("name", ["ppo", "gala-a2c", "impala", "seed-football", "rainbow", "apex-dqn", "seed-r2d2"])
+def test_a_vector_beside_an_image_is_normalized(name):
+    image, vector = ObsSpec((3, 64, 64), "uint8"), ObsSpec((2,), "float32")
+    for obs, normalized in (({"a": image}, False), ({"a": image, "b": vector}, True)):
+        config = presets.make(name, "made:Up", Spec("made:Up", obs, ActionSpec("categorical", (3,))))
+        assert config.model.torso != "auto"
+        assert config.model.normalize_obs == normalized
 
 
 def test_a_preset_that_does_not_exist_is_told_those_that_do():

@@ -18,6 +18,7 @@ GAMMA = 0.9
 PLACES = ["memory", "disk", "cpu", pytest.param("cuda", marks=needs_gpu)]
 STACK = 3
 IMAGE = Spec("x", {"": ObsSpec((STACK, 5, 4), "uint8")}, ActionSpec("categorical", (4,)))
+COLOR = Spec("x", {"": ObsSpec((3 * STACK, 5, 4), "uint8")}, ActionSpec("categorical", (4,)))
 DICT = Spec("x", {"a": ObsSpec((3,), "float32"), "b": ObsSpec((2, 2), "int64")}, ActionSpec("categorical", (4,)))
 
 
@@ -38,6 +39,8 @@ class Life:
     def obs(self, first: bool) -> dict[str, np.ndarray]:
         if self.spec is DICT:
             return {"a": self.rng.random(3, np.float32), "b": self.rng.integers(0, 9, (2, 2))}
+        if self.spec is COLOR:
+            return {"": self.rng.integers(0, 255, (3 * STACK, 5, 4), np.uint8)}
         frame = self.rng.integers(0, 255, (5, 4), np.uint8)
         kind = self.rng.integers(3) if first else 1
         if not self.seen or kind == 0:

@@ -76,7 +76,7 @@ def test_what_may_be_drawn_is_rows_that_followed_each_other(tmp_path, spec, stri
             told[ring.rings.of[env_id]].append((env_id, int(row)))
         checked += check(ring, lives, told)
         if ring.size:
-            ring.update(ring.draw(8), rng.exponential(size=8))
+            ring.priorities.update(ring.priorities.draw(8), rng.exponential(size=8))
     assert min(map(len, told)) > 5 * KEPT
     assert checked > 200
     again = SequenceReplay(room, blocks, 0.6)

@@ -12,7 +12,7 @@ from coterie.replay.priority import Picks, Priorities, SumTree
 from coterie.replay.storage import Capacity
 from coterie.replay.transitions import TransitionReplay
 from coterie.types import ConfigError, CoterieError
-from tests.replay.lives import DICT, GAMMA, IMAGE, PLACES, STACK, Life, is_at, join, put, tell
+from tests.replay.lives import COLOR, DICT, GAMMA, IMAGE, PLACES, STACK, Life, is_at, join, put, tell
 
 
 def drawable(ring: TransitionReplay, lives: dict[int, Life], n: int) -> dict[int, tuple[Life, int]]:
@@ -48,13 +48,13 @@ def check(ring: TransitionReplay, lives: dict[int, Life], n: int) -> int:
     return len(at)
 
 
-@pytest.mark.parametrize("spec", [IMAGE, DICT], ids=["frames", "dict"])
+@pytest.mark.parametrize("spec", [IMAGE, COLOR, DICT], ids=["frames", "color", "dict"])
 @pytest.mark.parametrize("n", [1, 3, 5])
 @pytest.mark.parametrize("place", PLACES)
 def test_what_may_be_drawn_and_what_is_read(tmp_path, spec, n, place):
     rng = np.random.default_rng(n)
     lives = {env_id: Life(rng, spec) for env_id in (3, 17, 1 << 20)}
-    frames = STACK if spec is IMAGE else 0
+    frames = 0 if spec is DICT else STACK  # of a stack of frames in color nothing is left out
     room = Capacity(spec, 3, 3 * 31, frames)
     ring = TransitionReplay(put(room, place, tmp_path), GAMMA, n, alpha=0.6)
     assert is_at(place, ring)
@@ -70,7 +70,7 @@ def test_what_may_be_drawn_and_what_is_read(tmp_path, spec, n, place):
         again = TransitionReplay(other, GAMMA, n, alpha=0.6)
         again.load_state_dict({k: x.clone() for k, x in ring.state_dict().items()})
         assert check(again, lives, n)
-    assert any(len(x.whole) for x in ring.obs.values()) == bool(frames)
+    assert any(len(x.whole) for x in ring.obs.values()) == (spec is IMAGE)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
@@ -80,7 +80,7 @@ def test_priorities_are_kept_over_wraps_and_late_updates(alpha):
     ring, highest, late = TransitionReplay(Capacity(DICT, 2, 2 * 61), GAMMA, 3, alpha=alpha), 1.0, 0
     known: dict[tuple[int, int], float] = {}  # by place and row, of all that may be drawn
     for turn in range(80):
-        picks = ring.draw(32) if turn else None
+        picks = ring.priorities.draw(32) if turn else None
         whole = tell(lives, list(lives), int(rng.integers(4, 9)), rng)
         ring.add(whole, whole.reward.numpy())
         rows = [(place, row) for place, (_, row) in drawable(ring, lives, 3).items()]
@@ -88,7 +88,7 @@ def test_priorities_are_kept_over_wraps_and_late_updates(alpha):
         if picks is None:
             continue
         fresh = rng.uniform(0.5, 4.0 if turn < 40 else 2.0, 32)
-        ring.update(picks, fresh)
+        ring.priorities.update(picks, fresh)
         written = dict(zip(zip(picks.index[::-1], picks.stamp[::-1], strict=True), fresh[::-1], strict=True))
         late += len(written.keys() - known.keys())
         known |= {x: priority for x, priority in written.items() if x in known}

@@ -29,16 +29,27 @@ class Spy(torch.Tensor):
 
 class Counting(VectorEnv[Any, Any, Any]):
     """Env i begins with count 100 i. `kind`: numpy, torch, dlpack, spy. `lacks`: final_obs, mode, rows, envs,
-    info, or arrays of all envs' last observations and info: there are objects instead."""
+    info, or arrays of all envs' last observations and info: there are objects instead. Or, from the first step on, rows
+    again ("later"), or the shape of the rewards ("reward") or flags ("flags"); or bytes, which its space has."""
 
-    def __init__(self, num_envs: int, mode: str = "NextStep", kind: str = "numpy", lacks: str = "", nan: int = 0):
+    def __init__(
+        self,
+        num_envs: int,
+        mode: str = "NextStep",
+        kind: str = "numpy",
+        lacks: str = "",
+        nan: int = 0,
+        length: int = 5,
+    ) -> None:
         self.num_envs, self.mode, self.kind, self.lacks, self.nan = num_envs, AutoresetMode(mode), kind, lacks, nan
         self.num_envs -= lacks == "envs"
         self.metadata = {} if lacks == "mode" else {"autoreset_mode": self.mode}
         self.single_observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+        if lacks == "bytes":
+            self.single_observation_space = spaces.Box(0, 255, (2,), np.uint8)
         self.single_action_space = spaces.Box(-2, 6, (2,), np.float32)
         self.begin = 100 * np.arange(self.num_envs)
-        self.finished, self.length, self.calls = np.zeros(self.num_envs, bool), 5, 0
+        self.finished, self.length, self.calls = np.zeros(self.num_envs, bool), length, 0
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         if options is None:
@@ -76,13 +87,17 @@ class Counting(VectorEnv[Any, Any, Any]):
         calls, odd = np.full(self.num_envs, float(self.calls)), np.where(self.begin == 0, np.inf, 1.0)
         told = {"step": calls if self.kind == "numpy" else torch.from_numpy(calls)}
         info |= {"deep": told, "odd": odd, "": "", 3: 1}
+        if self.lacks == "reward":
+            reward = reward[:, None]
+        if self.lacks == "flags":
+            terminated, truncated = terminated[:, None], truncated[:, None]
         return self._see(), reward, terminated, truncated, None if self.lacks == "info" else info
 
     def _see(self) -> Any:
         obs = np.stack([self.count, self.episode], 1).astype(np.float32)
         if self.nan and self.calls == self.nan:
             obs[1] = np.nan
-        if self.lacks == "rows":
+        if self.lacks == "rows" or (self.lacks == "later" and self.calls):
             obs = obs[:, :1]
         if self.kind == "dlpack":
             x = torch.from_numpy(obs)  # as JAX's arrays, known to torch by DLPack only

@@ -96,13 +96,13 @@ BACKEND = [
     ("dtype", "observation: type float64, not float32: convert it"),
     ("bounds", "observation '': values from "),
     ("shared", "observation: the array changes after it was given; give a new one each time"),
-    ("names", "the observations are ['x'], where the space has ['']"),
-    ("shape", "observation: shape (4,) where 4 envs have (4, 1)"),
-    ("flags", "terminated: shape (4, 1) where 4 envs have (4,)"),
+    ("names", "env.id 'walks': the observations are ['x'], where the space has ['']"),
+    ("shape", "env.id 'walks': observation has shape (4,), not (4, 1)"),
+    ("flags", "env.id 'walks': terminated has shape (4, 1), not (4,)"),
     ("ints", "terminated: type int64, not bool: convert it"),
     ("endless", "no episode ended in 240 steps: truncate at a limit"),
     ("tuple", "recv returned tuple, not StepResults"),
-    ("all rows", "observation: shape (4, 1) where 1 envs have (1, 1)"),
+    ("all rows", "env.id 'walks': observation has shape (4, 1), not (1, 1)"),
 ]
 
 
