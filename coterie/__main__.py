@@ -12,6 +12,8 @@ def main() -> int:
         stop.pop()
     for number in stop:
         signal.signal(number, _leave)
+    if stop:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until the run handles it, with log.checkpoint_on_warning
     from coterie.cli.main import main as run
 
     code = run()
@@ -22,8 +24,10 @@ def main() -> int:
 
 def _leave(number: int, frame: FrameType | None) -> None:
     """Until the command handles signals. Not by an exception: a module that is being imported may catch it."""
-    os.write(2, f"coterie: {signal.Signals(number).name} before the run began; nothing was written\n".encode())
-    os._exit(75 if sys.argv[1] == "resume" else 128 + number)
+    try:
+        os.write(2, f"coterie: {signal.Signals(number).name} before the run began; nothing was written\n".encode())
+    finally:  # the terminal may be gone
+        os._exit(75 if sys.argv[1] == "resume" else 128 + number)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from coterie.build.factory import make_model
 from coterie.config import Config
 from coterie.models.build import Network
 from coterie.runs import checkpoint
+from coterie.runs.manifest import MANIFEST
 from coterie.types import ConfigError, Spec
 
 _HEADS = ("policy.", "value.", "q.", "log_std")  # names of a network's tensors that depend on the actions
@@ -22,15 +23,25 @@ def first_model(config: Config, spec: Spec, incarnation: int) -> Network:
     return model
 
 
-def begin_from(folder: Path, model: Network) -> str:
-    """Give a new network the weights and normalizers of a run's best checkpoint, or of its last; returns a line about
-    it. Heads for other actions stay new. Raises a `ConfigError` if the run has no checkpoint, or another network.
+def source_of(folder: Path) -> Path:
+    """A run's best checkpoint, or its last; a checkpoint is its own. While that run trains these change. Raises a
+    `ConfigError` if there is none.
     """
     root = folder / "checkpoints"
     if not folder.is_dir():
         raise ConfigError(f"init_from: {folder}: there is no such folder")
+    if (folder / MANIFEST).is_file():
+        return folder
     if (path := checkpoint.best(root) or checkpoint.latest(root)) is None:
         raise ConfigError(f"init_from: {folder} has no complete checkpoint")
+    return path
+
+
+def begin_from(folder: Path, model: Network) -> str:
+    """Give a new network the weights and normalizers of a run or checkpoint; returns a line about it. Heads for other
+    actions stay new. Raises a `ConfigError` if there is no checkpoint, or another network.
+    """
+    path = source_of(folder)
     there, mine = weights_of(checkpoint.load(path)[0], "0"), model.state_dict()
     names = [*mine, *sorted(there.keys() - mine.keys())]  # safetensors has no order
     shapes = {k: [list(x[k].shape) if k in x else "missing" for x in (there, mine)] for k in names}

@@ -7,12 +7,11 @@ import importlib
 import json
 import os
 import random
-import signal
 import socket
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import psutil
 from coterie import __version__
 from coterie.choices import unknown
 from coterie.cli.arguments import COMMANDS, overview, tree
+from coterie.cli.ending import carry_out, complain, flush
 from coterie.cli.help import warned
 from coterie.cli.options import as_toml, config_of, possible
 from coterie.config import Config
@@ -30,7 +30,7 @@ from coterie.parallel.processes import start_server
 from coterie.parallel.signals import on_signals
 from coterie.plugins import typed_in
 from coterie.runs.starting import Starting
-from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
+from coterie.types import ConfigError, CoterieError
 
 
 def train(options: Namespace, rest: list[str]) -> int:
@@ -59,61 +59,30 @@ def train(options: Namespace, rest: list[str]) -> int:
         return run_jobs(jobs, at_once)
     if options.jobs is not None:
         raise ConfigError("--jobs: is for several runs; give --seeds or --grid, too")
-    with _starts("reading the config and the environment's spaces", options) as starting:
+
+    def work(starting: Starting) -> dict[str, Any]:
         config, default = config_of(rest), Config()
         if config.launch == default.launch and (config.learners, config.acting) != (1, default.acting):
             start_server()  # there will be child processes: it imports torch at the same time
         starting.doing("importing torch")
         from coterie.launch.session import train as run
 
-        return _report(run(warned(rest, config, starting.prints), starting=starting))
+        return run(warned(rest, config, starting.prints), starting=starting)
+
+    return carry_out("reading the config and the environment's spaces", options, work)
 
 
 def resume(options: Namespace) -> int:
     if options.steps < 0 or options.steps % 1 != 0:  # inf % 1 is NaN
         raise ConfigError(f"--steps: {options.steps} is not a whole number of env steps")
-    with _starts("importing torch", options) as starting:
+
+    def work(starting: Starting) -> dict[str, Any]:
         from coterie.launch.session import resume as run
 
         how = {"steps": int(options.steps), "trust": options.trust, "or_earlier": options.or_earlier}
-        return _report(run(options.run, starting=starting, **how))
+        return run(options.run, starting=starting, **how)
 
-
-@contextlib.contextmanager
-def _starts(step: str, options: Namespace) -> Iterator[Starting]:
-    """The start of a run. A signal ends it at once, until the run's folder is written to."""
-    starting = Starting(step, options.begin)
-
-    def stop(number: signal.Signals) -> None:
-        if starting.step:  # else the run has begun, and is over
-            did = "; ".join(starting.notes * (options.command == "resume")) or "nothing was written"
-            print(f"coterie: {number.name} before the run began; {did}", file=sys.stderr, flush=True)
-            starting.code = EXIT_INTERRUPTED if options.command == "resume" else 128 + number
-            raise SystemExit(starting.code)
-
-    with on_signals(stop), contextlib.closing(starting):
-        try:
-            yield starting
-        except BaseException:
-            if starting.code:  # a module that was being imported may have made another error of it
-                raise SystemExit(starting.code) from None
-            raise
-
-
-def _report(summary: dict[str, Any]) -> int:
-    folder, mean = summary["folder"], summary["mean_return"]
-    interrupted = summary["status"] == "interrupted"
-    steps = "" if interrupted else "  # its callback may end it again" * bool(summary["reason"]) or " --steps N"
-    print(
-        f"{summary['status']}: {summary['env_steps']:,} env steps in {summary['seconds']:.0f} s, "
-        f"mean return {'-' if mean is None or mean != mean else f'{mean:.1f}'} over the last episodes"
-    )
-    if interrupted:
-        print(f"{summary['reason']}: checkpoint written")
-    print(f"evaluate: coterie eval {folder}")
-    print(f"resume:   coterie resume {folder}{steps}")
-    print(f"watch:    coterie watch {folder}  # an mp4, if the env draws frames")
-    return EXIT_INTERRUPTED if interrupted else 0
+    return carry_out("importing torch", options, work)
 
 
 def evaluate(options: Namespace) -> int:
@@ -134,8 +103,8 @@ def watch(options: Namespace) -> int:
 
 
 def _policy(options: Namespace) -> dict[str, Any]:
-    if options.seed < 0:
-        raise ConfigError(f"--seed: {options.seed} must not be negative")
+    if not 0 <= options.seed < 2**63:
+        raise ConfigError(f"--seed: {options.seed} is not a whole number from 0 to 2**63 - 1")
     env = {name: value for name, value in vars(options).items() if name[:3] == "env" and value is not None}
     return {name: getattr(options, name) for name in ("sampled", "seed", "learner", "trust")} | env
 
@@ -239,6 +208,9 @@ def completion(options: Namespace) -> int:
 
 def run(args: list[str], begin: float = 0.0) -> int:
     """Run a command line. Raises `CoterieError`, or `ConfigError` for bad usage. `begin`: when it was typed."""
+    if not args or args[0] in ("-h", "--help", "--version"):
+        print(f"{__version__}\n" if args[:1] == ["--version"] else overview(), end="")
+        return 0
     name, words = args[0], args[1:]
     if name not in COMMANDS:
         raise unknown("command", name, COMMANDS, f"commands are {', '.join(COMMANDS)}")
@@ -272,28 +244,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     with contextlib.suppress(OSError):  # the folder may be gone
         typed_in(os.getcwd())  # not "", which children take for another folder
-    if not args or args[0] in ("-h", "--help"):
-        print(overview(), end="")
-        return 0
-    if args[0] == "--version":
-        print(__version__)
-        return 0
     try:
-        return run(args, _typed() if argv is None else 0.0)
+        if code := run(args, _typed() if argv is None else 0.0):
+            return code
+        print(end="", flush=True)
+        return 0
     except ConfigError as error:
-        print(f"coterie: {error}", file=sys.stderr)
+        complain(str(error))
         return 2
     except (CoterieError, OSError) as error:
         if isinstance(error, BrokenPipeError):  # `coterie list envs | head`
-            sys.stderr.close()
             return 0
         if isinstance(error, CoterieError):
-            sys.stderr.write(error.trace)
-        print(f"coterie: {error}", file=sys.stderr)
+            with contextlib.suppress(OSError):
+                sys.stderr.write(error.trace)
+        complain(str(error))
         return 1
     except KeyboardInterrupt:
-        print("coterie: stopped at once; the last checkpoint is intact", file=sys.stderr)
+        complain("stopped at once; the last checkpoint is intact")
         return 1
+    finally:
+        flush()
 
 
 if __name__ == "__main__":

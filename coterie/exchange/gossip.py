@@ -65,9 +65,8 @@ class Gossip(Solo):
         peers, gossip = setup.peers, setup.config.gossip
         super().__init__(setup)
         self.params, self.moments, self.timeout = setup.params, setup.moments, setup.timeout
-        self.rejoin = peers.rejoin
         self.sequence = peers.mixing or mixing_matrices(setup.config, peers.learners)
-        self.tau, self.mix_every = gossip.tau, gossip.mix_every
+        self.rejoin, self.tau, self.mix_every = peers.rejoin, gossip.tau, gossip.mix_every
         shared = peers.memory or memory(setup)
         self.message = torch.from_numpy(shared.arrays["message"])
         self.sums = torch.from_numpy(shared.arrays["moments"])
@@ -78,9 +77,8 @@ class Gossip(Solo):
         self.in_peers = [[np.flatnonzero(m[i]) for i in range(len(m))] for m in self.sequence]
         self.out_peers = [[np.flatnonzero(m[:, i]) for i in range(len(m))] for m in self.sequence]
         self.due = 0  # times that a mix was due since the last one
-        self.updates, self.skipped_messages, self.waited = 0, 0, 0.0
+        self.updates, self.skipped_messages, self.remote_messages, self.waited = 0, 0, 0, 0.0
         self.averaged: dict[int, int] = {}  # version of the last message from each mailbox that was averaged
-        self.remote_messages = 0
         self.note = setup.note
         self.sent = list[int]()  # messages published in the present mix
         self.taken: tuple[int, list[int]] | None = None  # its number, and the in-peers averaged with
@@ -119,8 +117,7 @@ class Gossip(Solo):
     def mix(self, params: FlatParams) -> None:
         """Algorithm 1, lines 5 to 8. Past the bound `tau`, wait for what would otherwise be skipped."""
         self.due += 1
-        self.sent.clear()
-        self.taken = None
+        self.sent, self.taken = [], None
         begin = awake()
         if self.tau == 0:  # lockstep: publish what has not been mixed yet, then mix
             self._wait(lambda: self.publish(params), "an out-peer has not read the last message", begin)

@@ -12,7 +12,6 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +43,13 @@ class Coordinator:
         signals: Sequence[signal.Signals] = (),
     ) -> None:  # fmt: skip
         self.config, self.folder, self.root, self.spec = config, folder, folder / "checkpoints", spec
+        self.board = board
         reached = 0 if state is None else max((line["env_steps"] for line in read_metrics(folder)), default=0)
         self.learners, self.next_eval = config.learners, config.eval.every if state is None else state["next_eval"]
         title = " x ".join((config.preset or config.algorithm, label(config.env.id), config.acting, config.exchange))
         before = None if state is None else state["env_steps"]
         self.display = Display(config.steps, title, before or 0, quiet, starting=starting)
-        self._make_writer = partial(RunWriter, folder, config, say=self.display.note)
-        self.writer = self._make_writer(before)
+        self.writer = RunWriter(folder, config, before, self.display.note)
         self.ledger = Ledger(config, spec, board, state, reached)  # its clock begins
         self.members, self.idle = set(range(self.learners)), set[int]()  # part of a checkpoint; at the end of training
         self.order: int | None = None  # number of the order that is being carried out
@@ -71,13 +70,14 @@ class Coordinator:
         self.extra_summary: dict[str, Any] = {}
 
     @property
-    def board(self) -> Board:
-        return self.ledger.board
-
-    @property
     def ending(self) -> bool:
         """Whether the last order has been given."""
         return self.order is not None and bool(self.board.order[1] & LAST)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal ends the run before it has made its env steps, and before a callback ends it."""
+        return self.signal is not None and self.stop is None and self.ledger.env_steps < self.config.steps
 
     def go(self, work: Callable[[], None], close: Callable[[], None]) -> dict[str, Any]:
         """Do `work` until it ends, fails or a signal comes, then `close`, and write the summary."""
@@ -92,11 +92,13 @@ class Coordinator:
                 reason, raised = self.stop or ("", None)
                 if raised is not None:
                     raise CoterieError(reason, raised)
-                if self.signal is not None:
+                if self.signal is not None and self.interrupted:
                     status, reason = "interrupted", self.signal.name
             except KeyboardInterrupt as error:
                 status, reason, failure = "failed", "stopped at once by a second signal, without a checkpoint", error
-            except Exception as error:
+            except (Exception, SystemExit) as error:  # an env may call `sys.exit`
+                if self.display.starting.code:  # this one is of a signal that came before the run
+                    raise
                 status, reason, failure = "failed", one_line(error), error
                 trace = error.trace if isinstance(error, CoterieError) else traceback.format_exc()
                 if trace:
@@ -171,10 +173,9 @@ class Coordinator:
     def poll(self) -> None:
         """Do the work that is due. Called after every message, and between messages if there are several processes."""
         now, ledger = time.monotonic(), self.ledger
-        if self.signal is not None and not self.board.stopping:
+        if self.signal is not None and not self.over and self.retries.hurry():
             self.display.note(f"{self.signal.name}: saving a checkpoint, then exiting (signal again to stop at once)")
-            self.board.stop(resumes=True)
-            self.retries.hurry()
+            self.board.stop(resumes=self.interrupted)
         if self.order is not None:
             self._follow_order()
         if self.over:
@@ -184,6 +185,8 @@ class Coordinator:
         if self.order is None and (what := self._due(now)):
             if what & LAST:
                 self.on_end()
+                if self.board.resumes and not self.interrupted:  # the last rollout has made all env steps
+                    self.board.stop()
                 if ledger.batches or ledger.env_steps != ledger.line_steps:  # learned since the last line
                     self._write_line()
             self.order_checkpoint(what)
@@ -194,10 +197,8 @@ class Coordinator:
         """What the next order asks for; 0 where none is due."""
         if self.paused or not self.retries.are_due:
             return 0
-        if self.members <= self.idle:
-            return SAVE | LAST
         if self.idle:  # the last order is near
-            return 0
+            return SAVE | LAST if self.members <= self.idle else 0
         if self.ledger.resumes == 0 and not self.board.sealed:
             return SAVE  # from here on there is something to resume from
         if self.config.eval.every and self.ledger.env_steps >= self.next_eval and not self.board.stopping:
@@ -248,9 +249,8 @@ class Coordinator:
             self.ledger.roll_back(back, board)
             self.order, self.saved, self.scores = None, {}, None
             self.members, self.idle, self.next_eval = set(range(self.learners)), set(), back["next_eval"]
-            self.writer.close()
-            self.writer = self._make_writer(back["env_steps"])  # drops the lines after the checkpoint
-        self.ledger.board = board
+            self.writer.roll_back(back["env_steps"])
+        self.board = self.ledger.board = board
         self.ledger.readers = readers
 
     def _seal(self) -> None:
@@ -286,9 +286,8 @@ class Coordinator:
 
     def stalled(self) -> tuple[int, float] | None:
         """The row of a process without a sign of life for `log.stall` seconds, if there is one, and for how many."""
-        pids = {row: pid for row, (_, pid) in self.processes().items()}
-        watched = self.members | {row for row in pids if row >= self.learners}
-        return self.heartbeats.stalled(self.board, {row: pids.get(row) for row in watched}, self.config.log.stall)
+        pids = {row: pid for row, (_, pid) in self.processes().items() if row >= self.learners or row in self.members}
+        return self.heartbeats.stalled(self.board, {**dict.fromkeys(self.members), **pids}, self.config.log.stall)
 
     def _on_signal(self, number: signal.Signals) -> None:
         """A warning makes a checkpoint due. Another signal ends the run after this rollout, a second one at once."""

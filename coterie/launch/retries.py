@@ -121,10 +121,13 @@ class Retries:
     def succeed(self) -> None:
         self._since, self._count, self._reason, self._again = 0.0, 0, "", 0.0
 
-    def hurry(self) -> None:
-        """Begin again, and try more often from now on."""
+    def hurry(self) -> bool:
+        """Begin again, and try more often from now on. Returns False where that was so before."""
+        if self.longest == _HURRY_S:
+            return False
         self.longest = _HURRY_S
         self.succeed()
+        return True
 
     @property
     def are_due(self) -> bool:

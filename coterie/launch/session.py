@@ -26,7 +26,7 @@ from coterie.build.factory import ProcessContext, make_model, net_of, normalizer
 from coterie.build.resources import resolve_config
 from coterie.build.unused import unused
 from coterie.build.validity import check_objects, check_spec
-from coterie.build.warm_start import begin_from
+from coterie.build.warm_start import begin_from, source_of
 from coterie.config import Config, ResolvedConfig
 from coterie.envs.make import make_spec
 from coterie.exchange.mailboxes import Link, Net
@@ -57,6 +57,7 @@ from coterie.runs.validate import validate
 from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError, Spec
 
 __all__ = ["resume", "train"]
+_SAY_S = 5.0  # for the last line of a run that hangs
 
 
 def train(
@@ -130,7 +131,8 @@ def _or_stop(summary: dict[str, Any]) -> dict[str, Any]:
     line = f"{summary['reason']}: checkpoint written; go on with coterie.resume({summary['folder']!r})"
     if summary["reason"] == "SIGINT":
         raise KeyboardInterrupt(line)
-    print(f"coterie: {line}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # the terminal may be gone
+        print(f"coterie: {line}", file=sys.stderr, flush=True)
     raise SystemExit(EXIT_INTERRUPTED)
 
 
@@ -163,9 +165,9 @@ def _go(
     check_run(config, spec)
     starting.notes += [line] * bool(line)
     if asked.init_from and not resumed:
-        starting.notes.append(begin_from(Path(asked.init_from), make_model(config, spec)))
-    board = Board(config.learners)  # for start-up only: child processes get another one
-    board.release()
+        config = replace(config, init_from=str(source_of(Path(asked.init_from))))  # for all: that run may still train
+        starting.notes.append(begin_from(Path(config.init_from), make_model(config, spec)))
+    (board := Board(config.learners)).release()  # for start-up only: child processes get another one
     if not here:  # learner 0's process finds them by name, and makes them again
         config = replace(config, callbacks=(*config.callbacks, *(name_of("callbacks", one) for one in callbacks)))
     incarnation = 0 if state is None else state["life"] + 1
@@ -248,6 +250,7 @@ def _run_here(run: Coordinator, learner: LearnerProcess, callbacks: Sequence[Giv
                 reason = f"no rollout for {stalled[1]:.0f} s (log.stall): an environment or the learner hangs"
                 with suppress(Exception):
                     run.writer.summary(run.summary("failed", reason))
+                threading.Timer(_SAY_S, os._exit, (1,)).start()  # where it is not read
                 sys.stderr.write(f"coterie: {reason}\n")
                 sys.stderr.flush()
                 os._exit(1)

@@ -99,7 +99,7 @@ class Supervisor:
             if self.rescue is not None and self.rescue.is_over:
                 self._restart_all(self.rescue.reason)
             if self._is_starved():
-                self._end_at_last_checkpoint()
+                self._end_at_last_checkpoint("all learners wait for rollouts that no process produces")
             elif stalled := run.stalled():
                 self._end_hung(*stalled)
 
@@ -109,7 +109,7 @@ class Supervisor:
             self.run.extra_summary["chaos"] = dict(self.chaos.done)
         self._end_all()
         if self.link is not None:
-            self.link.close(self.run.over and self.run.signal is None)
+            self.link.close(self.run.over and not self.run.interrupted)
         self.group.close()
 
     def _name(self, row: int) -> str:
@@ -177,10 +177,10 @@ class Supervisor:
                 child.kill()
         run.ledger.lose(rank, rows)
         run.give_up_order()
-        if run.board.stopping or run.idle:  # the others finish without it
+        if run.signal is not None or run.board.stopping or run.idle:  # the others finish without it
             run.members.discard(rank)
             if not run.members:
-                raise CoterieError(f"{reason}, while the run was ending")
+                self._end_at_last_checkpoint(reason)
             return
         self._count_restart(reason, f"learner {rank} rejoins with a peer's weights")
         run.board.start(rank)
@@ -191,14 +191,18 @@ class Supervisor:
         self.rescue, self.run.paused = None, False
         self._end_all()
         if not self.starts.wait(lambda: self.run.signal is not None) or self.run.board.stopping:
-            raise CoterieError(f"{reason}, while the run was ending")
+            self._end_at_last_checkpoint(reason)
+            return
         self._count_restart(reason, f"all learners go back to {self._go_back(reason)}")
         self._start_all(self.state)
 
-    def _end_at_last_checkpoint(self) -> None:
-        """End at the last checkpoint, because no learner can reach another one; progress since then is lost."""
-        reason = "all learners wait for rollouts that no process produces"
+    def _end_at_last_checkpoint(self, reason: str) -> None:
+        """End at the last checkpoint, because no learner can reach another one; progress since then is lost. Only
+        after a signal: the run can be resumed.
+        """
         self._end_all()
+        if self.run.signal is None:
+            raise CoterieError(f"{reason}, while the run was ending")
         self.run.writer.log(f"{reason}; the run ends at {self._go_back(reason)}")
         self.run.join(self.group.board, [], self.state)
         self.run.over = True

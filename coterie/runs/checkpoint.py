@@ -52,18 +52,18 @@ def open_draft(root: Path, name: str) -> Path:
     draft = draft_path(root, name)
 
     def make() -> None:
-        root.mkdir(parents=True, exist_ok=True)
+        root.mkdir(exist_ok=True)  # not the run folder: that may be moved, or its disk unmounted
         sweep(root)
         draft.mkdir()
 
-    with _writing(root, draft):
+    with _writing(root):
         answered(make)
     return draft
 
 
 def write(draft: Path, tensors: Tensors) -> None:
     """Write each group of tensors into the file of its name ("learner_0/model")."""
-    with _writing(draft.parent, draft):
+    with _writing(draft.parent):
         for name, group in tensors.items():
             file = draft / f"{name}.safetensors"
             file.parent.mkdir(exist_ok=True)
@@ -78,7 +78,7 @@ def seal(root: Path, draft: Path, step: int, state: dict[str, Any], seconds: flo
     `state`: nested dicts with text keys, lists, numbers (NaN and infinities included), text, None. `seconds`: for the
     disk to answer.
     """
-    with _writing(root, draft):
+    with _writing(root):
         return answered(partial(_seal_draft, root, draft, step, state), seconds)
 
 
@@ -100,13 +100,12 @@ def _seal_draft(root: Path, draft: Path, step: int, state: dict[str, Any]) -> Pa
 
 
 @contextmanager
-def _writing(root: Path, draft: Path) -> Iterator[None]:
-    """Turn an error of writing a draft into one line about its checkpoint."""
+def _writing(root: Path) -> Iterator[None]:
+    """Turn an error of writing a draft into one line."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        path = root / draft.name.removeprefix(".draft-") if "step_" in draft.name else f"in {root}"
-        raise CoterieError(f"checkpoint {path} cannot be written: {damage_of(error)}") from None
+        raise CoterieError(f"checkpoint in {root} cannot be written: {damage_of(error)}") from None
 
 
 def load(path: Path, seconds: float = 450.0) -> tuple[Tensors, dict[str, Any]]:
@@ -134,17 +133,19 @@ def _load(path: Path, folder: Callable[[Any], str | None], whole: bool = False) 
     except (*DAMAGE, SafetensorError) as error:
         older = sorted((p for p in _complete(path.parent) if _age(p) < _age(path)), key=_age, reverse=True)
         before = next(filter(is_intact, older), None)
-        offer = (
-            f"; {before.name} is intact: `coterie resume {path.parents[1]} --or-earlier` goes on from there"
-            if before
-            else ""
-        )
+        again = f"`coterie resume {path.parents[1]} --or-earlier` goes on from there"
+        offer = f"; {before.name} is intact: {again}" if before else ""
         raise CoterieError(f"checkpoint {path} is damaged: {damage_of(error)}{offer}") from None
 
 
 def latest(root: Path, seconds: float = ANSWER_S) -> Path | None:
     """The newest complete checkpoint. `load` verifies the checksums. `seconds`: for the disk's answer."""
     return read(root, lambda: max(_complete(root), key=_age, default=None), seconds)
+
+
+def env_steps(root: Path) -> int:
+    """Env steps of the newest complete checkpoint; 0 where there is none."""
+    return 0 if (path := latest(root)) is None else int(load_state(path)["env_steps"])
 
 
 def set_damaged_aside(root: Path, seconds: float = 450.0) -> list[str]:
@@ -287,10 +288,9 @@ def sweep(root: Path) -> None:
 
     def delete() -> None:
         for path in root.glob(".draft-*"):
-            gone = path
             with suppress(OSError):  # a disk may be too full for another name
-                gone = _aside(path)
-            shutil.rmtree(gone, ignore_errors=True)
+                path = _aside(path)
+            shutil.rmtree(path, ignore_errors=True)
         for old in root.glob(f"step_*{_OLD}"):
             final = old.with_name(old.name.removesuffix(_OLD))
             with suppress(OSError):

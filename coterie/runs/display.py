@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from functools import partial
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -63,7 +64,8 @@ class Display:
         self.console = console or Console(highlight=False)
         self.total, self.title, self.quiet = total, title, quiet
         self.live: Live | None = None
-        self.starting, self.start_steps = starting or Starting(quiet=True), start_steps
+        self._draws = False  # while the thread does
+        self.starting, self.start_steps = starting or Starting(quiet=quiet), start_steps  # its thread prints
         self.status: dict[str, Any] = {"env_steps": start_steps}
         self.metrics: dict[str, Any] = {}
         self.returns: list[float] = []  # the mean return, at equal distances of env steps
@@ -75,26 +77,28 @@ class Display:
         self.begin = time.monotonic()
         if not self.quiet:
             if self.console.is_terminal and not self.console.is_dumb_terminal:
-                self.starting.close()  # the panel shows it
+                self.starting.says = False  # the panel shows it
                 # No refresh thread: it would take the learner's core between rollouts.
-                self.live = Live(self._render(), console=self.console, auto_refresh=False)
-                self.live.start()
+                self.live = Live(console=self.console, auto_refresh=False, get_renderable=self._render)
+                self.starting.show(self.live.start)
             else:
                 self.note(self.title)
                 self.shown = self.begin + _FIRST_PLAIN - _PLAIN_EVERY
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._show()
-        if self.live is not None:
-            self.live.stop()
+        if self.live is None:
+            self._show()
+        else:
+            self.starting.show(self.live.stop)  # with the last state
             self.live = None
 
     def note(self, text: str) -> None:
         """Print a line that stays."""
-        if not self.quiet:
-            self.starting.prints()
-            self.console.print(text, markup=False, soft_wrap=True)
+        if self.live is not None:
+            self.starting.show(partial(self.console.print, text, markup=False, soft_wrap=True))
+        elif not self.quiet:
+            self.starting.show(lambda: print(text, file=self.console.file, flush=True))
 
     def doing(self, step: str) -> None:
         """Show what start-up does, until there is a rollout."""
@@ -109,7 +113,7 @@ class Display:
         self.status = status
         if self.starting.step and status["env_steps"] > self.start_steps:
             self.starting.doing("")
-            self.starting.close()
+            self.starting.says = False
         mean = status.get("mean_return")
         due = status["env_steps"] * _POINTS // max(self.total, 1)
         if mean is not None and math.isfinite(mean) and len(self.returns) <= due:
@@ -168,10 +172,15 @@ class Display:
         return ", ".join(f"{counts[k]:,.0f} {text}" for k, text in _FAULTS.items() if counts.get(k))
 
     def _show(self) -> None:
-        if self.live is not None:
-            self.live.update(self._render(), refresh=True)
-        else:
+        if self.live is None:
             self.note(self.line())
+        elif not self._draws:  # else the terminal is slow, or is not read
+            self._draws = True
+            self.starting.show(partial(self._draw, self.live))
+
+    def _draw(self, live: Live) -> None:
+        live.refresh()
+        self._draws = False
 
     def _render(self) -> RenderableType:
         done = min(self.status["env_steps"] / max(self.total, 1), 1.0)

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
-import textwrap
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager
-from functools import cached_property, partial
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coterie.config import Config
-from coterie.extras import needs
 from coterie.parallel.processes import location
-from coterie.runs.config_io import fields, get, to_dict
 from coterie.runs.files import Journal, answered, write_whole, writing
+from coterie.runs.page import Page
 from coterie.runs.trust import SIGNATURE
 from coterie.types import CoterieError, reason_of
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+    from coterie.runs.events import Events
 
 # The files of a run's folder, besides checkpoints/ and TensorBoard's events.
 RUN_FILES = (
@@ -78,41 +75,44 @@ class Episodes:
 
 
 class RunWriter:
-    """Writes a run's files. `resume_env_steps`: of the checkpoint that the run resumes from. Drops the lines of
-    metrics.jsonl after it, so that env steps only ever increase. `say` shows the user a line.
+    """Writes a run's files. `resume_env_steps`: of the checkpoint that the run resumes from, as for `roll_back`. `say`
+    shows the user a line.
     """
 
     def __init__(
         self, folder: Path, config: Config, resume_env_steps: int | None = None, say: Callable[[str], None] = print
     ) -> None:
-        self.folder, self._config, self._resumed_at = folder, config, resume_env_steps
-        self.say = say
+        self.folder, self._config, self.say = folder, config, say
         self._reasons = set[str]()  # why lines could not be written
-        self._open = ExitStack()  # closes the others if closing one fails
-        self._wandb = _wandb(folder, config) if config.log.wandb else None
-        if self._wandb is not None:
-            self._open.callback(self._wandb.finish)
+        self._back = self._purge = resume_env_steps  # what metrics.jsonl and TensorBoard are still to go back to
+        self._held = ""  # lines for metrics.jsonl, meanwhile
+        self._events: Events | None = None
+        self._page = Page(folder, config) if config.log.wandb else None
         with writing(folder):
-            if resume_env_steps is not None:
-                kept = [line for line in read_metrics(folder) if line["env_steps"] <= resume_env_steps]
-                write_whole(folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
-            self._file = self._open.enter_context(closing(Journal(folder / "metrics.jsonl")))
-            self._log = self._open.enter_context(closing(Journal(folder / "log.txt")))
+            self._file, self._log = (Journal(folder / name) for name in ("metrics.jsonl", "log.txt"))
+            self._add()
+        self._open = ExitStack()  # closes each, if another one fails
+        for close in (self._log.close, lambda: self._file.close(), self._add):  # the last one first
+            self._open.callback(close)
 
-    @cached_property
-    def _events(self) -> SummaryWriter | None:
-        """TensorBoard's file, opened with the first line: start-up does not wait for the import, 0.35 s."""
-        if not self._config.log.tensorboard:
-            return None
-        from torch.utils.tensorboard import SummaryWriter
+    def roll_back(self, env_steps: int) -> None:
+        """Drop the lines of metrics.jsonl after a checkpoint, so that env steps only ever increase: now, or as soon as
+        the disk has room.
+        """
+        self._held = "".join(x for x in self._held.splitlines(True) if json.loads(x)["env_steps"] <= env_steps)
+        self._back, self._purge = env_steps if self._back is None else min(self._back, env_steps), env_steps
+        with self._trying():
+            self._add()
 
-        # TensorBoard ignores what older event files have from the purge step on.
-        purge = None if self._resumed_at is None else self._resumed_at + 1
-        events = SummaryWriter(str(self.folder), purge_step=purge, flush_secs=10)
-        self._open.callback(answered, events.close)
-        if purge is None:
-            _describe(self._config, events)
-        return events
+    def _add(self, lines: str = "") -> None:
+        self._held += lines
+        if self._back is not None:
+            self._file.write("")  # what the disk has refused before
+            old, self._file = self._file, answered(partial(_cut, self.folder, self._back))
+            self._back = None
+            old.close()
+        self._held, lines = "", self._held
+        self._file.write(lines)
 
     def write(self, line: dict[str, Any]) -> None:
         """Write a line of metrics; it needs `env_steps` and `seconds`. The line of an evaluation is written after its
@@ -122,18 +122,30 @@ class RunWriter:
             raise ValueError(f"a line of metrics needs env_steps and seconds, and has {sorted(line)}")
         plain = clean(line)
         with self._trying():
-            self._file.write(json.dumps(plain, allow_nan=False) + "\n")
-        with self._trying():
-            answered(partial(self._plot, plain))
-        if self._wandb is not None:
-            self._wandb.log(plain)
+            self._add(json.dumps(plain, allow_nan=False) + "\n")
+        if self._config.log.tensorboard:
+            with self._trying():
+                self._plot(plain)
+        if self._page is not None:
+            self._page.log(plain)
+            self._say_trouble(self._page)
 
     def _plot(self, line: dict[str, Any]) -> None:
-        """TensorBoard's queue is full while its disk does not answer."""
-        if self._events is not None:
-            for name, value in line.items():
-                if isinstance(value, int | float) and name != "env_steps":
-                    self._events.add_scalar(name, value, line["env_steps"])
+        from coterie.runs.events import Events, description, purge, scalars  # 0.35 s, for which start-up does not wait
+
+        first = []
+        if self._events is None:
+            self._events = answered(partial(Events, self.folder))
+            self._open.callback(self._events.close)
+            first = description(self._config) if self._purge is None else []
+        if self._purge is not None:
+            first, self._purge = [purge(self._purge)], None
+        self._events.add(*first, scalars(line))
+
+    def _say_trouble(self, page: Page) -> None:
+        if line := page.trouble():
+            self.log(line)
+            self.say(line)
 
     def log(self, text: str) -> None:
         with self._trying():
@@ -155,6 +167,9 @@ class RunWriter:
             answered(partial(write_whole, self.folder / "summary.json", text))
 
     def close(self) -> None:
+        if self._page is not None:
+            self._page.finish()
+            self._say_trouble(self._page)
         with writing(self.folder):
             self._open.close()
 
@@ -163,56 +178,17 @@ class RunWriter:
         """A line that cannot be written does not end the run; it is said once for each reason."""
         try:
             yield
-        except OSError as error:
+        except (OSError, CoterieError) as error:
             if (reason := reason_of(error)) not in self._reasons:
                 self._reasons.add(reason)
                 self.say(f"cannot write to {self.folder}: {reason}; training goes on, and it is tried again")
 
 
-def hyperparameters(config: Config) -> dict[str, int | float | str | bool]:
-    """By dotted name: the run's own fields, and those of the sections that this run changes, lists as text."""
-    default, names = Config(log=config.log, out=config.out), [name for name, _ in fields()]
-    sections = {name.partition(".")[0] for name in names if get(config, name) != get(default, name)}
-    found = {name: get(config, name) for name in names if "." not in name or name.partition(".")[0] in sections}
-    del found["out"]
-    return {k: v if isinstance(v, int | float | str) else str(list(v)) for k, v in found.items()}
-
-
-def _describe(config: Config, events: SummaryWriter) -> None:
-    """Give TensorBoard the config as text, and the hyperparameters of a run for its table of runs."""
-    from torch.utils.tensorboard.summary import hparams
-
-    # Indented by four columns more, it is code in Markdown.
-    events.add_text("config", textwrap.indent(json.dumps(to_dict(config), indent=1), "    "))
-    # `SummaryWriter.add_hparams` would write a second folder, which is shown as another run.
-    for part in hparams(hyperparameters(config), {"mean_return": 0, "eval/return": 0}):
-        events.file_writer.add_summary(part)
-
-
-def _wandb(folder: Path, config: Config) -> Any:
-    """The run's page. W&B's own variables, such as `WANDB_MODE=offline`, apply."""
-    with needs("log.wandb", "wandb"):
-        import wandb
-    # The id depends on the folder only, so that a resumed run continues its page.
-    key = f"{folder.name}-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]}"
-    log = config.log
-    try:
-        page = wandb.init(
-            project=log.wandb,
-            group=log.wandb_group or None,
-            tags=log.wandb_tags or None,
-            config=to_dict(config),
-            allow_val_change=True,  # a resumed run may have another total of env steps
-            dir=str(folder),
-            name=folder.name,
-            id=key,
-            resume="allow",
-        )
-        # Its own step count cannot go back, as the line of an evaluation and a resumed run do.
-        page.define_metric("*", step_metric="env_steps")
-        return page
-    except Exception as error:  # no key, no network: wandb raises a dozen classes
-        raise CoterieError(f"log.wandb: {reason_of(error)}") from None
+def _cut(folder: Path, env_steps: int) -> Journal:
+    """metrics.jsonl without the lines after these env steps."""
+    kept = [line for line in read_metrics(folder) if line["env_steps"] <= env_steps]
+    write_whole(folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
+    return Journal(folder / "metrics.jsonl")
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

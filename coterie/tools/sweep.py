@@ -248,7 +248,8 @@ def run_jobs(jobs: Sequence[Job], at_once: int, progress_every: float = 10.0) ->
         finally:
             _end(running)
     if stop:
-        print("stopped; the same command with the same --out continues")
+        with suppress(OSError):  # Ctrl-C ends `tee`, too
+            print("stopped; the same command with the same --out continues", flush=True)
         return EXIT_INTERRUPTED
     return worst
 
@@ -269,12 +270,9 @@ def complete(folder: Path) -> bool:
     """Whether a run has all its env steps, or its summary says that it has finished."""
     if (_read(folder / "summary.json") or {}).get("status") == "finished":
         return True
-    newest = checkpoint.latest(folder / "checkpoints")
-    if newest is None:
-        return False
     with suppress(CoterieError, OSError, ValueError, KeyError):  # killed between its last checkpoint and its summary
         steps = json.loads((folder / "config.json").read_text())["steps"]
-        return bool(checkpoint.load_state(newest)["env_steps"] >= steps)
+        return bool(checkpoint.env_steps(folder / "checkpoints") >= steps)
     return False
 
 

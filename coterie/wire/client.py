@@ -252,7 +252,7 @@ class Connection:
         self.hello = {"client": "coterie", "number": -1, "run_id": random.SystemRandom().getrandbits(64), **hello}
         self._channel = open_channel(endpoint.address, endpoint.cert)
 
-    def retry(self, act: Callable[[], T], check: Callable[[], None]) -> T:
+    def retry(self, act: Callable[[], T], check: Callable[[], None], wait: Callable[[float], object] = time.sleep) -> T:
         """What `act` returns, repeated while it ends in `ConnectionLost`. `check` is called before each attempt and
         during the wait for it, and may raise to end them. Raises `CoterieError` when the server has been away for
         longer than its patience.
@@ -271,9 +271,10 @@ class Connection:
                     self.report(f"no learner at {address} ({error}): retrying{limit}")
                 if (waited := now - away_since) > patience:
                     raise CoterieError(f"no learner at {address} for {waited:.0f} s: {error}") from None
-                end = time.monotonic() + next(waits)
-                while (left := end - time.monotonic()) > 0:
-                    time.sleep(min(left, _NAP_S))
+                left = next(waits)
+                while left > 0:
+                    wait(min(left, _NAP_S))
+                    left -= _NAP_S
                     check()
             else:
                 if away_since is not None:

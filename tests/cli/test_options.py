@@ -13,7 +13,8 @@ import torch
 from coterie import choices, presets
 from coterie.algorithms.table import ALGORITHMS
 from coterie.choices import SECTIONS, uses
-from coterie.cli.main import _report, main
+from coterie.cli.ending import report
+from coterie.cli.main import main
 from coterie.cli.options import comments, config_of
 from coterie.config import Config
 from coterie.runs.config_io import fields, replace, to_dict
@@ -217,7 +218,14 @@ def test_help_waits_for_neither_torch_nor_envpool_and_tells_the_presets_defaults
 
 
 def test_the_hint_to_resume_says_that_a_callback_has_ended_the_run(capsys):
-    _report(
+    report(
         {"status": "finished", "reason": "solved", "env_steps": 5, "seconds": 1.0, "mean_return": 1.0, "folder": "r"}
     )
     assert "resume:   coterie resume r  # its callback may end it again\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_a_seed_that_torch_does_not_take_is_refused(capsys, seed):
+    assert main(["eval", "/nowhere", "--seed", str(seed)]) == 2
+    line = f"coterie: --seed: {seed} is not a whole number from 0 to 2**63 - 1\n"
+    assert capsys.readouterr().err == line

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -159,6 +161,22 @@ def test_a_checkpoint_that_cannot_be_written_is_ordered_again_later(run: Coordin
     assert log.count("the disk is full; training goes on, and it is tried again") == 1
 
 
+def test_a_run_whose_folder_is_moved_away_goes_on_and_saves_when_it_is_back(run: Coordinator, now: list[float]) -> None:
+    away = run.folder.with_name("away")
+    run.folder.rename(away)
+    run.last_checkpoint = -math.inf
+    run.poll()
+    assert "No such file or directory (checkpoints); training goes on" in (away / "log.txt").read_text()
+    assert run.order is None
+    assert not run.folder.exists()
+    away.rename(run.folder)
+    now[0] += 60
+    run.poll()
+    for rank in range(2):
+        save(run, rank, 50)
+    assert checkpoint.latest(run.root) == run.root / f"step_{100:012d}"
+
+
 def test_a_run_whose_checkpoints_fail_for_too_long_ends_with_the_reason(run: Coordinator, now: list[float]) -> None:
     learn(run, 600)
     run.receive(0, "unsaved", (run.order, "the disk is full"))
@@ -221,6 +239,37 @@ def test_an_evaluation_of_which_all_messages_are_lost_is_made_again(run: Coordin
     now[0] += 10 * run.config.log.stall
     run.poll()
     assert run.order == first + 1, "this one may take long, too"
+
+
+@pytest.mark.parametrize(
+    ("learned", "stop", "ended"),
+    [
+        (400, None, ("interrupted", "SIGTERM")),
+        (50_000, None, ("finished", "")),
+        (400, ("solved", None), ("finished", "solved")),
+    ],
+)
+def test_a_signal_interrupts_no_run_that_is_complete(run: Coordinator, learned, stop, ended) -> None:
+    """It comes during the last checkpoint, whose retries must not take long any more."""
+
+    def work() -> None:
+        learn(run, learned)
+        if stop is not None:
+            run.receive(0, "stop", stop)
+        run._on_signal(signal.SIGTERM)
+        run.poll()
+
+    summary = run.go(work, lambda: None)
+    assert (summary["status"], summary["reason"]) == ended
+    assert run.board.resumes == (ended[0] == "interrupted"), "else its clients wait for it"
+    assert run.retries.longest == retries._HURRY_S
+
+
+@pytest.mark.parametrize("code", [0, 75])
+def test_an_env_that_exits_fails_the_run_and_a_signal_of_its_start_ends_it(run: Coordinator, code: int) -> None:
+    run.display.starting.code = code
+    with pytest.raises(SystemExit if code else CoterieError, match="^75$" if code else "^SystemExit: 0; last good "):
+        run.go(partial(sys.exit, code), lambda: None)
 
 
 def test_a_run_ends_although_a_draft_vanished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from coterie import __main__
 from coterie.cli.main import main
 from coterie.launch import session
+from coterie.parallel.signals import HANDLED
 from tests.support.runs import ENDLESS, inline_options, last_checkpoint
 
 
@@ -65,6 +67,19 @@ def test_a_signal_at_any_moment_of_the_imports_leaves_the_folder_as_it_was(comma
         assert {path: path.read_bytes() for path in run.out.glob("**/*") if path.is_file()} == files, at
         ended.add(done.returncode)
     assert ended == {75, -signal.SIGTERM}
+
+
+def test_a_warning_while_a_run_starts_is_ignored(monkeypatch):
+    came, before = list[int](), {number: signal.getsignal(number) for number in HANDLED}
+    monkeypatch.setattr(sys, "argv", ["coterie", "train"])
+    monkeypatch.setattr("coterie.cli.main.main", lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    signal.signal(signal.SIGUSR1, lambda number, frame: came.append(number))
+    try:
+        __main__.main()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert came == []
 
 
 # Sends this process SIGTERM at import number SIGNAL_AT; if 0, prints the numbers of the first and of the last.

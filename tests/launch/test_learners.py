@@ -12,11 +12,13 @@ import pytest
 import torch
 
 import coterie
+from coterie.build import warm_start
 from coterie.build.factory import make_model, normalizers
 from coterie.build.resources import resolve_config
 from coterie.build.warm_start import first_model
 from coterie.cli.main import main
 from coterie.envs.make import make_spec
+from coterie.launch import session
 from coterie.launch.placement import Placement
 from coterie.parallel.params import FlatParams
 from coterie.runs import checkpoint
@@ -96,6 +98,28 @@ def test_shared_weights_and_normalizers_begin_as_those_of_init_from(tmp_path, ex
         assert 7.0 in first
         assert np.array_equal(placement.memory.arrays[name], first), name
     placement.close()
+
+
+def test_all_learners_begin_with_the_same_checkpoint_of_a_run_that_still_trains(tmp_path, monkeypatch, capsys):
+    first, out = tmp_path / "first", tmp_path / "run"
+    coterie.train(tiny(first, "solo", learners=1, steps=200), quiet=True)
+    source = checkpoint.latest(first / "checkpoints")
+
+    def begin_from(path, model):
+        line = warm_start.begin_from(path, model)
+        changed = {"learner_0/model": {k: torch.zeros_like(x) for k, x in model.state_dict().items()}}
+        save_checkpoint(first / "checkpoints", 10**6, changed, {})
+        return line
+
+    monkeypatch.setattr(session, "begin_from", begin_from)
+    coterie.train(tiny(out, "allreduce", steps=400, init_from=str(first)), quiet=True)
+    old, new = (checkpoint.load(path)[0] for path in (source, out / "checkpoints/step_000000000000"))
+    for rank in (0, 1):
+        assert all(torch.equal(x, old["learner_0/model"][k]) for k, x in new[f"learner_{rank}/model"].items()), rank
+    assert json.loads((out / "config.json").read_text())["init_from"] == str(first)
+    assert main(["replay", str(out)]) == 0, capsys.readouterr().out
+    more = {"learners": 1, "steps": 100, "init_from": str(source)}
+    assert coterie.train(tiny(tmp_path / "more", "solo", **more), quiet=True)["status"] == "finished"
 
 
 @pytest.mark.parametrize(

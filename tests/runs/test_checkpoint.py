@@ -227,11 +227,17 @@ def test_a_full_disk_is_reported_and_spares_older_checkpoints(
 
         patch.setattr(checkpoint if call == "save_file" else os, call, full)
         for step in (1, 2):
-            with pytest.raises(CoterieError, match=f"step_{step:012d} cannot be written: No space left on device"):
+            with pytest.raises(CoterieError, match=f"^checkpoint in {tmp_path} cannot be written: No space left on "):
                 save(tmp_path, step)
     assert checkpoint.load(before)[1] == {"step": 1, "seed": None}
     assert checkpoint.load(save(tmp_path, 2))[1]["step"] == 2
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000000000001", "step_000000000002"]
+
+
+def test_a_run_folder_that_is_gone_is_not_made_again(tmp_path: Path) -> None:
+    with pytest.raises(CoterieError, match="/run/checkpoints cannot be written: No such file or directory "):
+        checkpoint.open_draft(tmp_path / "run" / "checkpoints", "order_1")
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_abandoned_draft_is_renamed_before_its_files_are_deleted(

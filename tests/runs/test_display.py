@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import math
+import re
+import threading
 from typing import Any
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from coterie.runs import display
+from coterie.runs import display, starting
 from coterie.runs.display import Display
 
 STATUS: dict[str, Any] = {
@@ -57,6 +59,7 @@ def console(width: int = 80, terminal: bool = False) -> Console:
 
 
 def text_of(shown: Display) -> str:
+    shown.starting.prints()
     file = shown.console.file
     assert isinstance(file, io.StringIO)
     return file.getvalue()
@@ -121,16 +124,56 @@ def test_the_live_display_redraws_at_most_five_times_a_second(clock: Clock) -> N
         for i in range(1000):
             clock.now = 2.0 + i / 1000
             shown.update({**STATUS, "env_steps": i})
+            shown.starting.prints()
         assert text_of(shown).count("of 1,000,000") - before == 5
     assert "999 of 1,000,000" in text_of(shown), "the last state at the end"
 
 
-def test_quiet_is_silent(clock: Clock) -> None:
+class Gone(io.StringIO):
+    """A terminal that takes nothing: it blocks, or each write fails."""
+
+    blocks: threading.Event | None = None
+
+    def write(self, text: str) -> int:
+        if self.blocks is None:
+            raise BrokenPipeError
+        self.blocks.wait()
+        return super().write(text)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_terminal_that_takes_nothing_holds_up_no_run(monkeypatch, terminal: bool, blocks: bool) -> None:
+    monkeypatch.setattr(starting, "_LEAVE_S", 0.1)
+    file = Gone()
+    file.blocks = threading.Event() if blocks else None
+    gone = Console(file=file, width=80, height=50, force_terminal=terminal, highlight=False)
+    with Display(1_000_000, "title", console=gone) as shown:
+        for steps in range(100):
+            shown.update({**STATUS, "env_steps": steps}, force=True)
+            if steps < 5:
+                shown.note(f"note {steps}")
+    thread = shown.starting._thread
+    shown.starting.close()
+    assert thread is not None
+    assert shown.starting.stuck == blocks
+    if file.blocks is not None:
+        file.blocks.set()
+        thread.join(30)
+        assert "99 of 1,000,000" in file.getvalue(), "it takes all that was printed"
+        lines = re.findall(r"note (\d+)", file.getvalue())
+        assert lines == ["0", "1", "2", "3", "4"]
+        assert file.getvalue().count("of 1,000,000") < 10 or not terminal, "it takes no panels of the past"
+
+
+def test_quiet_is_silent_and_starts_no_thread(clock: Clock) -> None:
+    before = threading.active_count()
     for terminal in (True, False):
         with Display(10, "t", quiet=True, console=console(terminal=terminal)) as shown:
             shown.note("x")
             shown.update(STATUS, force=True)
         assert text_of(shown) == ""
+        assert threading.active_count() == before
 
 
 def test_the_best_evaluation_and_the_last_metrics_stay() -> None:

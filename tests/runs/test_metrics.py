@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
-import sys
-import types
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,10 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from coterie import presets
 from coterie.config import Config, Log
-from coterie.extras import install
 from coterie.runs.config_io import from_dict
 from coterie.runs.machine import required, version
 from coterie.runs.metrics import Episodes, RunWriter, read_metrics
-from coterie.types import ConfigError, CoterieError
+from coterie.types import CoterieError
 
 QUIET = Config(log=Log(tensorboard=False))
 
@@ -147,6 +146,61 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
         RunWriter(tmp_path / "gone", QUIET)
 
 
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file of this process can grow."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_nothing_is_lost_that_a_full_disk_refuses(tmp_path: Path) -> None:
+    said = list[str]()
+    writer = RunWriter(tmp_path, Config(), say=said.append)
+    for step in range(9):
+        with full_disk() if step in (0, 1, 4, 5) else nullcontext():
+            writer.write({"env_steps": step, "seconds": step})
+    writer.close()
+    assert said == [f"cannot write to {tmp_path}: File too large; training goes on, and it is tried again"]
+    assert [line["env_steps"] for line in read_metrics(tmp_path)] == list(range(9))
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [e.value for e in events.Scalars("seconds")] == list(range(9))
+    assert events.Tensors("config/text_summary")
+
+
+def test_a_group_that_goes_back_on_a_full_disk_drops_the_lines_when_there_is_room(tmp_path: Path) -> None:
+    said = list[str]()
+    writer = RunWriter(tmp_path, Config(), say=said.append)
+
+    def write(*steps: int) -> None:
+        for step in steps:
+            writer.write({"env_steps": step, "seconds": step})
+
+    write(0, 1, 2)
+    with full_disk():
+        write(3)
+        for _ in range(2):
+            writer.roll_back(1)
+            write(2)
+        writer.log("goes on")
+    assert len(said) == 1
+    write(3)
+    assert [line["env_steps"] for line in read_metrics(tmp_path)] == [0, 1, 2, 3]
+    writer.roll_back(2)
+    assert [line["env_steps"] for line in read_metrics(tmp_path)] == [0, 1, 2], "at once"
+    write(4)
+    writer.close()
+    assert [line["env_steps"] for line in read_metrics(tmp_path)] == [0, 1, 2, 4]
+    assert (tmp_path / "log.txt").read_text().count("\n") == 1
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [e.step for e in events.Scalars("seconds")] == [0, 1, 2, 4]
+
+
 def test_the_log_is_kept_over_a_resume_with_times(tmp_path: Path) -> None:
     for resume, text in ((None, "began"), (5, "resumed")):
         writer = RunWriter(tmp_path, QUIET, resume)
@@ -157,68 +211,6 @@ def test_the_log_is_kept_over_a_resume_with_times(tmp_path: Path) -> None:
     assert second.endswith(" resumed")
     assert first[:4].isdigit()
     assert first[:19] <= second[:19]
-
-
-class FakeWandb(types.ModuleType):
-    """Takes what the real one is given."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        super().__init__("wandb")
-        self.error, self.begun, self.axes, self.logged, self.finished = error, [], [], [], 0  # type: ignore[var-annotated]
-
-    def init(self, **options: Any) -> FakeWandb:
-        if self.error is not None:
-            raise self.error
-        self.begun.append(options)
-        return self
-
-    def define_metric(self, name: str, step_metric: str) -> None:
-        self.axes.append((name, step_metric))
-
-    def log(self, line: dict[str, Any]) -> None:
-        self.logged.append(line)
-
-    def finish(self) -> None:
-        self.finished += 1
-
-
-def test_wandb_gets_every_line_and_a_resumed_run_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    log = Log(wandb="p", wandb_group="g", wandb_tags=("a", "b"), tensorboard=False)
-    config = presets.ppo(env="CartPole-v1", log=log)
-    for resume in (None, 1):
-        writer = RunWriter(tmp_path, config, resume)
-        writer.write({"env_steps": 2, "seconds": 1.0, "loss": math.nan})
-        writer.close()
-    first, second = fake.begun
-    assert first == second
-    (tmp_path / "other").mkdir()
-    RunWriter(tmp_path / "other", config).close()
-    assert first["id"] != fake.begun[2]["id"]
-    assert first["id"]
-    assert (first["project"], first["resume"]) == ("p", "allow")
-    assert (first["group"], first["tags"]) == ("g", ("a", "b"))
-    assert first["config"]["optim"]["lr"] == config.optim.lr
-    assert from_dict(first["config"]) == config
-    assert "mode" not in first  # WANDB_MODE decides
-    assert fake.logged == [{"env_steps": 2, "seconds": 1.0, "loss": None}] * 2
-    assert fake.axes == [("*", "env_steps")] * 3
-    assert fake.finished == 3
-
-
-@pytest.mark.parametrize(
-    ("module", "says"),
-    [
-        (None, f"log.wandb needs the extra 'wandb': {install('wandb')}"),
-        (FakeWandb(RuntimeError("no\nAPI key")), "log.wandb: no API key"),
-    ],
-    ids=["missing", "fails"],
-)
-def test_wandb_that_is_missing_or_fails_is_one_line(tmp_path: Path, monkeypatch, module: Any, says: str) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", module)
-    with pytest.raises(ConfigError if module is None else CoterieError, match=f"^{re.escape(says)}$"):
-        RunWriter(tmp_path, Config(log=Log(wandb="p", tensorboard=False)))
 
 
 def test_episodes_are_the_last_100_and_survive_json() -> None:

@@ -227,7 +227,7 @@ class RunSimulation(Simulation):
             assert self.world.in_the_last_hour(self.world.deaths, kind) > self.limits[kind], reason
         elif "before there was a checkpoint" in reason:
             assert not self.sealed, reason
-        elif ("while the run was ending" not in reason or not self.world.deaths) and "(after SIGTERM)" not in reason:
+        elif "while the run was ending" not in reason or not self.world.deaths or self.run.signal is not None:
             raise AssertionError(reason) from error
 
     def finish(self) -> None:

@@ -7,6 +7,7 @@ prints the shortest steps that fail.
 from __future__ import annotations
 
 import math
+import signal
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ from tests.simulation.env_hosts import EnvHosts
 from tests.simulation.links import GossipLinks
 from tests.simulation.remote_actors import RemoteActors
 from tests.simulation.rings import Rings
-from tests.simulation.runs import GoingBack, Gossiping, Lone, OneProcess
+from tests.simulation.runs import GoingBack, Gossiping, Lone, OneProcess, RunSimulation
 from tests.simulation.scheduler import Simulation
 
 SEEDS = 25  # of a batch
@@ -112,6 +113,20 @@ def test_a_checkpoint_without_any_learner_is_not_sealed() -> None:
         run.kill(0, 1)
     finally:
         run.teardown()
+
+
+@pytest.mark.parametrize("kind", [GoingBack, Gossiping])
+def test_a_run_whose_learners_all_die_after_a_signal_is_interrupted(kind: type[RunSimulation]) -> None:
+    run = kind()
+    try:
+        assert run.scheduler.wait(5.0, lambda: run.run.board.sealed and run.run.ledger.env_steps)
+        run.run._on_signal(signal.SIGTERM)
+        for name in [name for name in run.world.children if name.startswith("learner")]:
+            run.world.children[name].thread.kill()
+    finally:
+        run.teardown()
+    assert run.over is not None
+    assert run.over["status"] == "interrupted"
 
 
 def the_first_has_the_weights(**place: int) -> Place:

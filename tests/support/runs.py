@@ -38,6 +38,7 @@ class Tally(CountingEnv):
 
 
 def save_checkpoint(root: Path, step: int, tensors: checkpoint.Tensors, state: dict[str, Any]) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
     draft = checkpoint.open_draft(root, f"step_{step:012d}")
     checkpoint.write(draft, tensors)
     return checkpoint.seal(root, draft, step, state)

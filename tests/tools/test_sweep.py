@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,20 @@ def test_a_stopped_sweep_continues(tmp_path, sweep):
     text = (tmp_path / "run-seed0.txt").read_text()
     assert re.search(r"interrupted.*finished", text, re.S), "the resumed run appends to its output"
     assert [summary_of(tmp_path / f"run-seed{k}")["status"] for k in (0, 1)] == ["finished"] * 2
+
+
+def test_a_stopped_sweep_has_its_exit_code_although_ctrl_c_has_ended_tee_too(tmp_path, monkeypatch):
+    def start(job: Job, cores: list[int]) -> subprocess.Popen[bytes]:
+        os.kill(os.getpid(), signal.SIGINT)
+        return subprocess.Popen(["sleep", "60"])
+
+    read, write = os.pipe()
+    os.close(read)
+    monkeypatch.setattr(Job, "start", start)
+    monkeypatch.setattr(sys, "stdout", open(write, "w"))  # noqa: SIM115
+    assert run_jobs([Job("a", TRAIN[1:], tmp_path / "run")], 1) == 75
+    with pytest.raises(BrokenPipeError):
+        sys.stdout.close()
 
 
 def test_a_running_job_keeps_its_output(tmp_path):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 import socket
 from collections.abc import Collection
+from contextlib import suppress
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
@@ -44,10 +46,13 @@ class Cluster:
             except OSError as error:
                 reason = reason_of(error)
                 raise CoterieError(f"ray.address: cannot connect to {options.address}: {reason}") from None
+        handler = signal.getsignal(signal.SIGTERM)
         try:
             ray.init(runtime_env=code, log_to_driver=False, logging_level=logging.ERROR, namespace="coterie", **where)
         except Exception as error:  # Ray raises many kinds
             raise CoterieError(f"ray.address: {first_line(error)}") from error
+        with suppress(ValueError):  # outside of the main thread, where Ray has not set its own, either
+            signal.signal(signal.SIGTERM, handler)
         self.ray: Any = ray  # half of it has no types
         self.errors: Any = ray.exceptions
         here = ray.get_runtime_context().get_node_id()

@@ -119,14 +119,15 @@ class Node:
                 "that all machines mount, or give a URL that fsspec accepts"
             )
         Mirror(url, self.run_folder, skip=("sites", "summary.json", *OF_THE_RUN)).update()
-        if env_steps(self.run_folder) >= target:
+        root = self.run_folder / "checkpoints"
+        if checkpoint.env_steps(root) >= target:
             return False
         config = site_config(self.allocation, site, address, terms.peer, bool(terms.keys), target)
         files = {"config.json": json.dumps(to_dict(config)).encode(), **terms.keys}
         self.mirror = Mirror(self.run_folder, url, skip=() if site.site else OF_THE_RUN)
         self.mirror.remove("summary.json")  # of an earlier start
         # --trust: the process that started the run has checked its config.
-        if checkpoint.latest(self.run_folder / "checkpoints") is None:
+        if checkpoint.latest(root) is None:
             shutil.rmtree(self.run_folder, ignore_errors=True)
             self.start(["train", "{here}/config.json", "--out", "{here}/run", "--trust"], files)
         else:
@@ -233,12 +234,6 @@ class Node:
         except subprocess.TimeoutExpired:
             self.process.kill()
         self.process = None
-
-
-def env_steps(folder: Path) -> int:
-    """Env steps of a site's last checkpoint."""
-    path = checkpoint.latest(folder / "checkpoints")
-    return 0 if path is None else int(checkpoint.load_state(path)["env_steps"])
 
 
 def open_address(host: str, count: int) -> Address:

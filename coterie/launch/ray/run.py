@@ -20,7 +20,7 @@ from coterie.launch.ray.allocation import Allocation, Part, Site, Worker, alloca
 from coterie.launch.ray.cluster import Board, Cluster
 from coterie.launch.ray.lease import LeaseLost
 from coterie.launch.ray.mirror import ENDED_S, STORED_S, site_url
-from coterie.launch.ray.node import Node, Outcome, env_steps
+from coterie.launch.ray.node import Node, Outcome
 from coterie.launch.ray.storage import Storage
 from coterie.parallel.clock import awake
 from coterie.parallel.signals import on_signals
@@ -57,24 +57,25 @@ def run_on_ray(
             held.enter_context(sole_writer(folder, new=True))
         storage = Storage(config.ray.storage, folder, resumed, starting.doing, held)
         run = RayRun(cluster, allocation, folder, storage, quiet)
-        for note in starting.notes:
-            run.say(note)
         result: dict[str, Any] = {"status": "failed", "reason": ""}
         failure: Exception | None = None
-        starting.close()
-        try:
-            result = dict(zip(("status", "reason"), run.work(), strict=True))
-        except KeyboardInterrupt:
-            result["reason"] = "stopped at once by a second signal"
-            raise
-        except Exception as error:
-            result["reason"], failure = first_line(error), error
-        finally:
-            result |= {"folder": str(folder), "ray": run.close()}
-            total = {"seconds": time.monotonic() - begin} | sum_up(run.folders) | result
-            with suppress(OSError, CoterieError):
-                write_whole(folder / "summary.json", json.dumps(clean(total), indent=1) + "\n")
-                storage.push("summary.json", "ray.txt")
+        with on_signals(run.on_signal):  # until all is written
+            starting.close()
+            starting.doing("")
+            run.start(starting.notes)
+            try:
+                result = dict(zip(("status", "reason"), run.work(), strict=True))
+            except KeyboardInterrupt:
+                result["reason"] = "stopped at once by a second signal"
+                raise
+            except Exception as error:
+                result["reason"], failure = first_line(error), error
+            finally:
+                result |= {"folder": str(folder), "ray": run.close()}
+                total = {"seconds": time.monotonic() - begin} | sum_up(run.folders) | result
+                with suppress(OSError, CoterieError):
+                    write_whole(folder / "summary.json", json.dumps(clean(total), indent=1) + "\n")
+                    storage.push("summary.json", "ray.txt")
         if isinstance(failure, CoterieError):
             raise type(failure)(f"{failure}{checkpoint.last_good(folder / 'checkpoints')}", failure.trace) from failure
         if failure is not None:
@@ -93,7 +94,7 @@ def sum_up(folders: list[Path]) -> dict[str, Any]:
         except (OSError, ValueError):
             missing.append(f"site {k}")
             with suppress(CoterieError):  # no checkpoint of it can be read
-                steps += env_steps(folder)
+                steps += checkpoint.env_steps(folder / "checkpoints")
     if not found:
         return {"env_steps": steps, "mean_return": None, "rows": {}}
     total: dict[str, Any] = dict(found[0])
@@ -116,10 +117,17 @@ class RayRun:
 
     def __init__(self, cluster: Cluster, allocation: Allocation, folder: Path, storage: Storage, quiet: bool) -> None:
         self.cluster, self.folder, self.storage, self.quiet = cluster, folder, storage, quiet
-        config = allocation.config
+        self.allocation = allocation
         self.signal: signal.Signals | None = None
+        self.closing = self.hurried = False  # hurried: the storage is waited for no longer
         self.folders = [Path(site_url(str(folder), k)) for k in range(len(allocation.sites))]
-        goals = targets(allocation, [env_steps(own) for own in self.folders])  # before anything is written
+
+    def start(self, notes: list[str]) -> None:
+        """Write the run's first files, and start all parts."""
+        cluster, allocation, folder, storage = self.cluster, self.allocation, self.folder, self.storage
+        config = allocation.config
+        reached = [checkpoint.env_steps(own / "checkpoints") for own in self.folders]
+        goals = targets(allocation, reached)  # before anything is written
         with writing(folder, "out: "):
             for own in self.folders:
                 own.mkdir(parents=True, exist_ok=True)
@@ -127,8 +135,8 @@ class RayRun:
             unsigned = sign(folder, config)
             save_config(folder / "config.json", config)
             self.log = (folder / "ray.txt").open("a")
-        if unsigned:
-            self.say(unsigned)
+        for line in filter(None, (unsigned, *notes)):
+            self.say(line)
         storage.push("config.json", *([SIGNATURE] if (folder / SIGNATURE).exists() else []))
         here, hosts = cluster.machines[0], {m.address for m in cluster.machines}
         self.board = cluster.start(Board, (allocation, hosts), here, cpus=0)
@@ -155,31 +163,32 @@ class RayRun:
 
     def work(self) -> tuple[str, str]:
         """Follow the run to its end; returns its status and the reason."""
-        with on_signals(self._on_signal):
-            try:
-                while self._working(Site):
-                    if self.signal is not None and not self.stopping:
-                        self.stopping = True
-                        does = "saving a checkpoint at every site, then stopping (send again to stop at once)"
-                        self.say(f"{self.signal.name}: {does}")
-                        self.board.stop.remote(Site)
-                    self._poll()
-            except LeaseLost:  # a site that stopped would write to the storage
-                raise
-            except Exception:
-                if self._working(Site):
-                    self.say("a part has failed: the sites save a checkpoint and stop")
-                self._stop(Site, _STOP_S)  # the others' checkpoints are kept
-                raise
-            self._stop(Worker, _LEAVE_S)
+        try:
+            while self._working(Site):
+                if self.signal is not None and not self.stopping:
+                    self.stopping = True
+                    does = "saving a checkpoint at every site, then stopping (send again to stop at once)"
+                    self.say(f"{self.signal.name}: {does}")
+                    self.board.stop.remote(Site)
+                self._poll()
+        except LeaseLost:  # a site that stopped would write to the storage
+            raise
+        except Exception:
+            if self._working(Site):
+                self.say("a part has failed: the sites save a checkpoint and stop")
+            self._stop(Site, _STOP_S)  # the others' checkpoints are kept
+            raise
+        self._stop(Worker, _LEAVE_S)
         if self.signal is not None and any(self.codes.get(f"site {k}") != 0 for k in range(len(self.folders))):
             return "interrupted", self.signal.name
         return "finished", ""
 
-    def _on_signal(self, number: signal.Signals) -> None:
-        if self.signal is not None:
+    def on_signal(self, number: signal.Signals) -> None:
+        """The first one ends the run, a second one at once. At the run's end one ends the wait for the storage."""
+        ends = self.closing or self.hurried  # then nothing is raised: the summary is still to be written
+        self.hurried, self.signal = ends or self.signal is not None, self.signal or number
+        if self.hurried and not ends:
             raise KeyboardInterrupt
-        self.signal = number
 
     def _working(self, kind: type[Part]) -> bool:
         """Whether a part of a kind has not ended. At the end those that do not report are not waited for."""
@@ -228,7 +237,8 @@ class RayRun:
 
     def close(self) -> dict[str, int]:
         """End the storage's last updates, and count machines and restarts."""
-        for line in self.storage.finish():
+        self.closing = True
+        for line in self.storage.finish(lambda: self.hurried):
             self.say(line)
         found: dict[str, int] = {}
         with suppress(CoterieError):

@@ -15,6 +15,8 @@ from coterie.launch.ray.mirror import OF_THE_RUN, STORED_S, Mirror
 from coterie.parallel.clock import awake
 from coterie.types import ConfigError, CoterieError, reason_of
 
+_HURRIED_S = 3.0  # in place of STORED_S, where a signal hurries
+
 
 class Storage:
     """`given`: what `ray.storage` says. `doing` receives what the start waits for. `held`: is closed when the run has
@@ -66,10 +68,10 @@ class Storage:
             raise
         return self._down.poll()
 
-    def finish(self) -> Iterator[str]:
-        """Wait until the run folder has all files. Yields lines to be logged."""
+    def finish(self, hurried: Callable[[], bool] = lambda: False) -> Iterator[str]:
+        """Wait until the run folder has all files, a few seconds where this is `hurried`. Yields lines to be logged."""
         begin = awake()
-        while self._down is not None and self._down.updated < begin > awake() - STORED_S:
+        while self._down is not None and self._down.updated < begin > awake() - (_HURRIED_S if hurried() else STORED_S):
             yield from self._down.poll(now=True)
             time.sleep(0.1)
         if self._down is not None:

@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
 import pytest
 
 from coterie.launch.ray import lease as leases
+from coterie.launch.ray import storage as storages
 from coterie.launch.ray.lease import LeaseLost, lease
 from coterie.launch.ray.mirror import LEASE
 from coterie.launch.ray.storage import Storage
@@ -130,6 +132,17 @@ def test_what_another_command_has_taken_is_neither_read_nor_written(url, tmp_pat
         storage.push("config.json")
         assert [*storage.finish(), *storage.poll()] == []
     assert fsspec.filesystem("memory").cat(f"{url}/config.json") == b"another's"
+
+
+def test_the_last_files_are_waited_for_unless_the_end_is_hurried(tmp_path, monkeypatch):
+    with opened(tmp_path / "storage", tmp_path / "run", resumed=False) as storage:
+        monkeypatch.setattr(storage, "_down", SimpleNamespace(updated=-1.0, poll=lambda now: ["x"], stop=abs))
+        monkeypatch.setattr(storages, "_HURRIED_S", 0.1)
+        lines = list[str]()
+        for line in storage.finish(lambda: len(lines) > 2):
+            lines.append(line)
+            assert len(lines) < 100
+        assert len(lines) > 2
 
 
 @pytest.mark.parametrize("left", [b"", json.dumps({"id": "x", "by": "pid 1 on gone", "beats": 3}).encode()])

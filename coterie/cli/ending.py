@@ -1,0 +1,85 @@
+"""A run's command from its start to its exit code, which does not depend on whether its output can be read."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from coterie.parallel.signals import on_signals
+from coterie.runs.starting import Starting
+from coterie.types import EXIT_INTERRUPTED, CoterieError, one_line
+
+
+def carry_out(step: str, options: Namespace, work: Callable[[Starting], dict[str, Any]]) -> int:
+    """Do the `work` of a run, and report its summary. A signal ends the start at once, until the run's folder is
+    written to.
+    """
+    starting = Starting(step, options.begin)
+
+    def stop(number: signal.Signals) -> None:
+        if starting.step:  # else the run has begun, and is over
+            did = "; ".join(starting.notes * (options.command == "resume")) or "nothing was written"
+            complain(f"{number.name} before the run began; {did}")
+            starting.code = EXIT_INTERRUPTED if options.command == "resume" else 128 + number
+            raise SystemExit(starting.code)
+
+    with on_signals(stop):
+        try:
+            summary = work(starting)
+        except BaseException as error:
+            if starting.code:  # a module that was being imported may have made another error of it
+                raise SystemExit(starting.code) from None
+            if isinstance(error, SystemExit | BrokenPipeError):  # of an env's constructor; `main` would end with 0
+                raise CoterieError(one_line(error), traceback.format_exc()) from None
+            raise
+        finally:
+            starting.close()
+            if starting.stuck:
+                silence()
+                if sys.__stderr__ is not None:  # rich has replaced `sys.stderr`
+                    sys.stderr = sys.stdout if sys.__stderr__.isatty() else sys.__stderr__
+        return report(summary)
+
+
+def report(summary: dict[str, Any]) -> int:
+    """Print how a run has ended, and what to do next. Returns its exit code."""
+    folder, mean = summary["folder"], summary["mean_return"]
+    interrupted = summary["status"] == "interrupted"
+    steps = "" if interrupted else "  # its callback may end it again" * bool(summary["reason"]) or " --steps N"
+    lines = [
+        f"{summary['status']}: {summary['env_steps']:,} env steps in {summary['seconds']:.0f} s, "
+        f"mean return {'-' if mean is None or mean != mean else f'{mean:.1f}'} over the last episodes",
+        *[f"{summary['reason']}: checkpoint written"] * interrupted,
+        f"evaluate: coterie eval {folder}",
+        f"resume:   coterie resume {folder}{steps}",
+        f"watch:    coterie watch {folder}  # an mp4, if the env draws frames",
+    ]
+    with suppress(OSError):
+        print(*lines, sep="\n")
+    flush()
+    return EXIT_INTERRUPTED if interrupted else 0
+
+
+def complain(text: str) -> None:
+    """Print a line on stderr."""
+    with suppress(OSError):
+        print(f"coterie: {text}", file=sys.stderr, flush=True)
+
+
+def flush() -> None:
+    """Write what was printed. Where that fails nothing more is printed, and Python's own exit has nothing to write."""
+    try:
+        print(end="", flush=True)
+    except OSError:
+        silence()
+
+
+def silence() -> None:
+    sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115

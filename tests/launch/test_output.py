@@ -1,0 +1,93 @@
+"""Runs whose output nobody reads, or nobody can: they train on, save their checkpoint, and exit with the right code."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import PATIENCE
+from tests.support.runs import ENDLESS, inline_options, last_checkpoint, read_summary
+from tests.support.waiting import wait_until
+
+COUNTING = {"env.id": "coterie.envs.testing:CountingEnv", "env.num_envs": 2, "learners": 1}
+
+
+def outputs(kind: str) -> tuple[int, int]:
+    """The end that a run writes to, and the other one (-1: it is closed)."""
+    read, write = pty.openpty() if "terminal" in kind else os.pipe()
+    if "closed" in kind:
+        os.close(read)
+        return write, -1
+    os.set_blocking(write, False)
+    try:
+        while True:
+            os.write(write, b"." * 512)
+    except BlockingIOError:
+        os.set_blocking(write, True)
+    return write, read
+
+
+@pytest.mark.parametrize("kind", ["closed pipe", "closed terminal", "full pipe", "full terminal"])
+def test_a_run_without_a_reader_trains_on_until_a_signal(tmp_path: Path, kind: str) -> None:
+    out, (write, read) = tmp_path / "run", outputs(kind)
+    command = [sys.executable, "-m", "coterie", *inline_options(out, "solo", **ENDLESS, **COUNTING)]
+    env = {**os.environ, "TERM": "xterm"}
+    run = subprocess.Popen(command, stdout=write, stderr=subprocess.PIPE, env=env, start_new_session=True)
+    os.close(write)
+    try:
+        saved = out / "checkpoints"
+        wait_until(lambda: len(list(saved.glob("step_*"))) > 2, PATIENCE, "it trains")
+        run.send_signal(signal.SIGTERM)
+        _, errors = run.communicate(timeout=PATIENCE)
+    finally:
+        run.kill()
+    if read >= 0:
+        os.close(read)
+    assert (run.returncode, errors) == (75, b"")
+    assert read_summary(out)["status"] == "interrupted"
+    assert last_checkpoint(out)[1]["env_steps"] == read_summary(out)["env_steps"]
+
+
+def test_a_run_whose_output_is_on_a_full_disk_finishes(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "coterie", *inline_options(out, "solo", **COUNTING, steps=300)]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert read_summary(out)["status"] == "finished"
+
+
+def test_a_run_that_hangs_ends_although_nobody_reads_why(tmp_path: Path) -> None:
+    (tmp_path / "hanging_env.py").write_text(HANGING_ENV)
+    out, (write, read) = tmp_path / "run", outputs("full pipe")
+    changes = {**COUNTING, "env.id": "hanging_env:Hanging", "log.stall": 2}
+    command = [sys.executable, "-m", "coterie", *inline_options(out, "solo", **changes)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    try:
+        done = subprocess.run(command, stdout=write, stderr=write, env=env, check=False, timeout=PATIENCE)
+    finally:
+        os.close(write)
+        os.close(read)
+    assert done.returncode == 1
+    assert "hangs" in json.loads((out / "summary.json").read_text())["reason"]
+
+
+HANGING_ENV = """
+import time
+
+from coterie.envs.testing import CountingEnv
+
+
+class Hanging(CountingEnv):
+    def step(self, action):
+        if self.steps == 3:
+            time.sleep(1000)
+        return super().step(action)
+"""
