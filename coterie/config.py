@@ -402,7 +402,7 @@ class Config:
     max_lag: Natural = 0  # most learner steps by which acting weights may be older than those trained; 0: no such limit
     restarts: Natural = 3  # of learners that died or hung, in an hour, before the run fails
     steps: Positive = 1_000_000  # env steps of the whole run
-    init_from: str = ""  # folder of a run: begin with its network's weights and normalizers
+    init_from: str = ""  # folder of a run or checkpoint: begin with its network's weights and normalizers
     seed: Natural = 0  # of envs, weights and sampled actions
     device: Literal["auto", "cpu", "cuda"] = "auto"  # of the learners; auto: GPUs if there are any
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 for images where it is the faster

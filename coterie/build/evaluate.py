@@ -209,7 +209,8 @@ class Policy:
                 hint = f"; for one env give {place}[None]" if np.shape(x) == row else ""
                 needed = f"[{', '.join(map(str, ('B', *row)))}]"
                 raise ConfigError(f"{place}: {needed} is needed, not {list(np.shape(x))}{hint}")
-            check_held(place, on_host(x), self.spec.obs[key].dtype)
+            if "int" in (dtype := self.spec.obs[key].dtype):
+                check_held(place, on_host(x), dtype, ConfigError)
         if self.spec.masked and not self.spec.legal_rows(obs[MASK]).all():
             raise ConfigError("action_mask: nothing is legal in one of its rows")
         batch = len(next(iter(entries(obs).values())))

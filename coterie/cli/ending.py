@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from coterie.parallel.signals import on_signals
 from coterie.runs.starting import Starting
@@ -44,7 +44,7 @@ def carry_out(step: str, options: Namespace, work: Callable[[Starting], dict[str
             if starting.stuck:
                 silence()
                 if sys.__stderr__ is not None:  # rich has replaced `sys.stderr`
-                    sys.stderr = sys.stdout if sys.__stderr__.isatty() else sys.__stderr__
+                    sys.stderr = sys.stdout if _goes_there_too(sys.__stderr__) else sys.__stderr__
         return report(summary)
 
 
@@ -79,6 +79,13 @@ def flush() -> None:
         print(end="", flush=True)
     except OSError:
         silence()
+
+
+def _goes_there_too(stderr: TextIO) -> bool:
+    """Whether stderr is the terminal, or what stdout goes to."""
+    with suppress(OSError):
+        return stderr.isatty() or os.path.sameopenfile(1, stderr.fileno())
+    return True
 
 
 def silence() -> None:

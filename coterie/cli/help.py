@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, Literal, get_args, get_origin
 
 from coterie import presets
@@ -74,15 +75,13 @@ def _add_config(name: str, parser: Parser) -> None:
         parser.add_argument("--trust", action="store_true", help="run the code that FILE names")
 
 
-def warned(args: list[str], config: Config, before: Callable[[], None] = lambda: None) -> Config:
-    """`config`, which `args` give, after a line for what a user may not expect of it. `before`: each line."""
+def warned(args: list[str], config: Config, show: Callable[[Callable[[], None]], None] = lambda say: say()) -> Config:
+    """`config`, which `args` give, after a line for what a user may not expect of it. `show` calls what prints it."""
     _, file, _, options = words_of(args)
     if config.preset and not file and "env.id" not in options and "env" not in options:
-        before()
-        print(f"coterie: no --env is given: {config.preset} takes {config.env.id}", file=sys.stderr)
+        show(partial(print, f"coterie: no --env is given: {config.preset} takes {config.env.id}", file=sys.stderr))
     for line in _surprises(options, config):
-        before()
-        print(f"coterie: {line}", file=sys.stderr)
+        show(partial(print, f"coterie: {line}", file=sys.stderr))
     return config
 
 

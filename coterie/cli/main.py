@@ -67,7 +67,7 @@ def train(options: Namespace, rest: list[str]) -> int:
         starting.doing("importing torch")
         from coterie.launch.session import train as run
 
-        return run(warned(rest, config, starting.prints), starting=starting)
+        return run(warned(rest, config, starting.show), starting=starting)
 
     return carry_out("reading the config and the environment's spaces", options, work)
 

@@ -14,7 +14,7 @@ import gymnasium
 import numpy as np
 
 from coterie.envs.spaces import ObsField, leaf_of
-from coterie.types import Array, ConfigError, CoterieError, one_line
+from coterie.types import Array, CoterieError, one_line
 
 _RESET = ("observation", "info")
 STEP = ("observation", "reward", "terminated", "truncated", "info")
@@ -56,15 +56,15 @@ def number(reward: Any) -> float:
         raise CoterieError(f"step must return a number as its reward, not {reward!r}") from None
 
 
-def check_held(name: str, x: Array, dtype: str | np.dtype[Any]) -> None:
-    """Raise for numbers that an integer dtype cannot hold. Numpy would cut or wrap them, unsaid."""
+def check_held(name: str, x: Array, dtype: str | np.dtype[Any], error: type[CoterieError] = CoterieError) -> None:
+    """Raise for numbers that an integer dtype cannot hold. NumPy would cut or wrap them silently."""
     kind = np.dtype(dtype)
     if x.dtype != kind and kind.kind in "iu" and x.dtype.kind in "iuf" and not np.array_equal(x, x.astype(kind)):
-        raise ConfigError(f"{name} has numbers that its space's {kind} cannot hold: {x.min()} to {x.max()}")
+        raise error(f"{name} has numbers that its space's {kind} cannot hold: {x.min()} to {x.max()}")
 
 
 def fitting(f: ObsField, obs: Any, target: Array) -> Any:
-    """A field of an observation, for a row of `target`. Numpy would broadcast what does not fit, unsaid."""
+    """A field of an observation, for a row of `target`. NumPy would broadcast what does not fit, silently."""
     name = "the observation" + "".join(f"[{key!r}]" for key in f.path)
     try:
         x = np.asarray(leaf_of(obs, f.path))

@@ -228,7 +228,7 @@ def receive(backend: Backend) -> StepResults:
 
 def check_results(spec: Spec, batch: StepResults, n: int) -> None:
     """Raise where the results of `n` instances have other names, shapes or dtypes than `spec`, and would be broadcast
-    or cut, unsaid.
+    or cut silently.
     """
     obs, what = entries(batch.obs), f"env.id {spec.env_id!r}:"
     if obs.keys() != spec.obs.keys():

@@ -12,6 +12,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,9 @@ class Coordinator:
         return self.order is not None and bool(self.board.order[1] & LAST)
 
     @property
-    def interrupted(self) -> bool:
-        """Whether a signal ends the run before it has made its env steps, and before a callback ends it."""
-        return self.signal is not None and self.stop is None and self.ledger.env_steps < self.config.steps
+    def interrupted(self) -> signal.Signals | None:
+        """The signal that ends the run before it has made its env steps, and before a callback ends it."""
+        return self.signal if self.stop is None and self.ledger.env_steps < self.config.steps else None
 
     def go(self, work: Callable[[], None], close: Callable[[], None]) -> dict[str, Any]:
         """Do `work` until it ends, fails or a signal comes, then `close`, and write the summary."""
@@ -92,8 +93,8 @@ class Coordinator:
                 reason, raised = self.stop or ("", None)
                 if raised is not None:
                     raise CoterieError(reason, raised)
-                if self.signal is not None and self.interrupted:
-                    status, reason = "interrupted", self.signal.name
+                if (ended_by := self.interrupted) is not None:
+                    status, reason = "interrupted", ended_by.name
             except KeyboardInterrupt as error:
                 status, reason, failure = "failed", "stopped at once by a second signal, without a checkpoint", error
             except (Exception, SystemExit) as error:  # an env may call `sys.exit`
@@ -110,11 +111,11 @@ class Coordinator:
         produced, *rest = summary["rows"].values()
         if produced != sum(rest):
             self.log(f"{produced - sum(rest):,} of {produced:,} rows are not accounted for: a fault of the acting")
-        try:
-            self.writer.summary(summary)
-            self.writer.close()
-        except CoterieError as error:  # must not hide the reason
-            self.display.note(str(error))
+        for write in (partial(self.writer.summary, summary), self.writer.close):
+            try:
+                write()
+            except CoterieError as error:  # must not hide the reason
+                self.display.note(str(error))
         if isinstance(failure, KeyboardInterrupt):
             raise failure
         if failure is not None:
@@ -175,7 +176,7 @@ class Coordinator:
         now, ledger = time.monotonic(), self.ledger
         if self.signal is not None and not self.over and self.retries.hurry():
             self.display.note(f"{self.signal.name}: saving a checkpoint, then exiting (signal again to stop at once)")
-            self.board.stop(resumes=self.interrupted)
+            self.board.stop(resumes=bool(self.interrupted))
         if self.order is not None:
             self._follow_order()
         if self.over:

@@ -148,7 +148,7 @@ def _go(
             raise ConfigError("callbacks: launch ray takes the config's only, each package.module:callable")
         from coterie.launch.ray.run import run_on_ray  # which only this needs
 
-        return run_on_ray(asked, folder, resumed, quiet, starting, held)
+        return run_on_ray(asked, folder, resumed, starting, held)
     data = f" and the data set {asked.bc.dataset}, perhaps from the network" if asked.bc.dataset else ""
     starting.doing(f"loading {label(asked.env.id)}{data}")
     saved, state, line = _saved(asked, folder) if resumed else (None, None, "")
@@ -177,7 +177,7 @@ def _go(
         if learner is not None:
             opened.callback(learner.close)
         kind.mixing(config, config.learners)  # a topology that cannot be read is refused before anything is written
-        link = _link(config, spec, saved is not None, quiet, starting)
+        link = _link(config, spec, saved is not None, starting)
         if link is not None:
             opened.callback(link.close, True)
         if learner is not None:
@@ -266,20 +266,16 @@ def _run_here(run: Coordinator, learner: LearnerProcess, callbacks: Sequence[Giv
         guard.close()
 
 
-def _link(config: ResolvedConfig, spec: Spec, resumed: bool, quiet: bool, starting: Starting) -> Link | None:
+def _link(config: ResolvedConfig, spec: Spec, resumed: bool, starting: Starting) -> Link | None:
     """The link to other runs, if there are any."""
     kind = exchange_kind(config)
     if not (kind.link and kind.address(config)):
         return None
     starting.doing(f"connecting to the run at {kind.address(config)}")
 
-    def say(line: str) -> None:
-        if not quiet:
-            starting.prints()
-            print(line, flush=True)
-
     model = make_model(config, spec)
     net = Net(net_of(model), len(FlatParams(model).data), max(1, normalizers(config, model).size))
+    say = lambda line: starting.show(partial(print, line, flush=True))  # noqa: E731
     made: Link = named("link", kind.link)(config, net, resumed, say)
     return made
 

@@ -112,8 +112,8 @@ class Display:
         self.best = max(self.best, status.get("eval_return", -math.inf))  # NaN compares False and changes nothing
         self.status = status
         if self.starting.step and status["env_steps"] > self.start_steps:
-            self.starting.doing("")
             self.starting.says = False
+            self.starting.doing("")
         mean = status.get("mean_return")
         due = status["env_steps"] * _POINTS // max(self.total, 1)
         if mean is not None and math.isfinite(mean) and len(self.returns) <= due:
@@ -179,8 +179,8 @@ class Display:
             self.starting.show(partial(self._draw, self.live))
 
     def _draw(self, live: Live) -> None:
+        self._draws = False  # before it: a terminal may refuse one, and take the next
         live.refresh()
-        self._draws = False
 
     def _render(self) -> RenderableType:
         done = min(self.status["env_steps"] / max(self.total, 1), 1.0)

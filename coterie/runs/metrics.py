@@ -87,13 +87,13 @@ class RunWriter:
         self._back = self._purge = resume_env_steps  # what metrics.jsonl and TensorBoard are still to go back to
         self._held = ""  # lines for metrics.jsonl, meanwhile
         self._events: Events | None = None
-        self._page = Page(folder, config) if config.log.wandb else None
         with writing(folder):
             self._file, self._log = (Journal(folder / name) for name in ("metrics.jsonl", "log.txt"))
             self._add()
         self._open = ExitStack()  # closes each, if another one fails
         for close in (self._log.close, lambda: self._file.close(), self._add):  # the last one first
             self._open.callback(close)
+        self._page = Page(folder, config) if config.log.wandb else None  # last: its end is waited for
 
     def roll_back(self, env_steps: int) -> None:
         """Drop the lines of metrics.jsonl after a checkpoint, so that env steps only ever increase: now, or as soon as

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -30,6 +31,7 @@ class Page:
     def __init__(self, folder: Path, config: Config) -> None:
         with needs("log.wandb", "wandb"):
             import wandb
+        self._others = {process.pid for process in _services()}  # of runs that are not Coterie's
         # The id depends on the folder only, so that a resumed run continues its page.
         key = f"{folder.name}-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]}"
         log = config.log
@@ -50,7 +52,7 @@ class Page:
         except Exception as error:  # no key, no network: wandb raises a dozen classes
             raise CoterieError(f"log.wandb: {reason_of(error)}") from None
         self._teardown = wandb.teardown
-        self._lines, self._reason = SimpleQueue[dict[str, Any] | None](), ""
+        self._lines, self._reason, self._said = SimpleQueue[dict[str, Any] | None](), "", False
         self._thread = Thread(target=self._send, name="coterie-wandb", daemon=True)
         self._thread.start()
 
@@ -60,8 +62,10 @@ class Page:
 
     def trouble(self) -> str:
         """A line for the user once it has failed; then an empty one."""
-        reason, self._reason = self._reason, ""
-        return f"log.wandb: {reason}; no more is sent" if reason else ""
+        if self._said or not self._reason:
+            return ""
+        self._said = True
+        return f"log.wandb: {self._reason}; no more is sent"
 
     def finish(self) -> None:
         """Wait until all is sent: for a while, or until a signal. What is not sent stays in the run folder."""
@@ -72,7 +76,7 @@ class Page:
                 self._thread.join(0.2)
         if self._thread.is_alive():
             self._reason = signals[0].name if signals else f"no answer for {_FINISH_S:g} s"
-            _kill_service()
+            self._kill_service()
             self._thread.join(5.0)
 
     def _send(self) -> None:
@@ -82,15 +86,22 @@ class Page:
             self._page.finish()
         except Exception as error:
             self._reason = self._reason or reason_of(error)
-            _kill_service()
-            for end in (self._page.finish, self._teardown):  # or it captures the output still, and waits at the exit
+            self._kill_service()
+            # Or it captures the output still, and waits at the exit.
+            for end in (self._page.finish, *[self._teardown] * (not self._others)):
                 with suppress(Exception, SystemExit):
                     end()
 
+    def _kill_service(self) -> None:
+        """It would be waited for when Python exits."""
+        for process in _services():
+            if process.pid not in self._others:
+                with suppress(psutil.Error):
+                    process.kill()
 
-def _kill_service() -> None:
-    """It would be waited for when Python exits."""
+
+def _services() -> Iterator[psutil.Process]:
     for process in psutil.Process().children():
         with suppress(psutil.Error):
             if process.name() == "wandb-core":
-                process.kill()
+                yield process

@@ -1,6 +1,7 @@
 """What a run prints, in a thread of its own: a terminal that is gone, or that is not read, holds up no run.
 
-Before the first rollout it is the step of the start, after a second of silence. Imports nothing that loads slowly.
+Before the first rollout it prints the current step of the start, after a second of silence. Imports nothing that loads
+slowly.
 """
 
 from __future__ import annotations
@@ -45,12 +46,6 @@ class Starting:
         """Have the thread call this, which prints something, after all that came before."""
         if self._thread is not None:
             self._calls.put(call)
-
-    def prints(self) -> None:
-        """Something else is printed now: wait for what comes before, and for the line to be erased."""
-        if self._thread is not None:
-            self.show((done := threading.Event()).set)
-            done.wait(_LEAVE_S)
 
     def close(self) -> None:
         """Stop printing."""

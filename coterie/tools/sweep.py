@@ -212,7 +212,7 @@ def run_jobs(jobs: Sequence[Job], at_once: int, progress_every: float = 10.0) ->
     todo = []
     for job in jobs:
         if job.done():
-            print(f"{job.name}: {job.outcome()} (already done) {job.folder}", flush=True)
+            _say(f"{job.name}: {job.outcome()} (already done) {job.folder}")
         else:
             todo.append(job)
     slots = max(1, min(at_once, len(todo)))
@@ -241,17 +241,21 @@ def run_jobs(jobs: Sequence[Job], at_once: int, progress_every: float = 10.0) ->
                         del running[slot]
                         done += 1
                         worst = max(worst, code if code in _RANK else 1, key=_RANK.index)
-                        print(f"{job.name}: {job.outcome(code)} (exit {code}) {job.folder}", flush=True)
+                        _say(f"{job.name}: {job.outcome(code)} (exit {code}) {job.folder}")
                 if running and time.monotonic() - printed > progress_every:
                     printed = time.monotonic()
-                    print(progress([job for _, job in running.values()], done, len(jobs)), flush=True)
+                    _say(progress([job for _, job in running.values()], done, len(jobs)))
         finally:
             _end(running)
     if stop:
-        with suppress(OSError):  # Ctrl-C ends `tee`, too
-            print("stopped; the same command with the same --out continues", flush=True)
+        _say("stopped; the same command with the same --out continues")
         return EXIT_INTERRUPTED
     return worst
+
+
+def _say(line: str) -> None:
+    with suppress(OSError):  # Ctrl-C ends `tee`, too
+        print(line, flush=True)
 
 
 def _end(running: dict[int, tuple[subprocess.Popen[bytes], Job]]) -> None:

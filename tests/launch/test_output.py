@@ -16,6 +16,7 @@ from tests.support.commands import PATIENCE
 from tests.support.runs import ENDLESS, inline_options, last_checkpoint, read_summary
 from tests.support.waiting import wait_until
 
+FAILING = "failing_env:Hanging"
 COUNTING = {"env.id": "coterie.envs.testing:CountingEnv", "env.num_envs": 2, "learners": 1}
 
 
@@ -62,6 +63,20 @@ def test_a_run_whose_output_is_on_a_full_disk_finishes(tmp_path: Path) -> None:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
     assert read_summary(out)["status"] == "finished"
+
+
+def test_a_run_that_fails_ends_although_nobody_reads_why(tmp_path: Path) -> None:
+    (tmp_path / "failing_env.py").write_text(HANGING_ENV.replace("time.sleep(1000)", "raise ValueError('odd')"))
+    out, (write, read) = tmp_path / "run", outputs("full pipe")
+    command = [sys.executable, "-m", "coterie", *inline_options(out, "solo", **{**COUNTING, "env.id": FAILING})]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    try:
+        done = subprocess.run(command, stdout=write, stderr=write, env=env, check=False, timeout=PATIENCE)
+    finally:
+        os.close(write)
+        os.close(read)
+    assert done.returncode == 1
+    assert read_summary(out)["status"] == "failed"
 
 
 def test_a_run_that_hangs_ends_although_nobody_reads_why(tmp_path: Path) -> None:

@@ -37,6 +37,14 @@ def test_a_host_that_is_ended_finishes_its_rollout(meddler, worker_threads):
     meddler.check_nothing_left()
 
 
+def test_a_host_leaves_a_run_that_has_made_its_env_steps(meddler, worker_threads):
+    port, mine = free_port(), []
+    args = central(meddler.out, port, steps=400)
+    assert meddler.run(args, lambda: mine.append(worker_threads(run_env_host, port))) == 0
+    mine[0].thread.join(PATIENCE)
+    assert "the run has ended" in mine[0].end()
+
+
 def test_hosts_behind_a_proxy_that_delays_throttles_and_cuts_lose_no_other_steps(meddler, worker_threads, tally):
     """Chunks are late, streams are cut in the middle of a frame, and the learner is unreachable for a while. The envs
     count their steps: none is learned from twice, and only the steps of lost streams are lost.

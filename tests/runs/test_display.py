@@ -14,6 +14,7 @@ from rich.console import Console
 
 from coterie.runs import display, starting
 from coterie.runs.display import Display
+from tests.support.waiting import printed
 
 STATUS: dict[str, Any] = {
     "env_steps": 250_000,
@@ -59,7 +60,7 @@ def console(width: int = 80, terminal: bool = False) -> Console:
 
 
 def text_of(shown: Display) -> str:
-    shown.starting.prints()
+    printed(shown.starting)
     file = shown.console.file
     assert isinstance(file, io.StringIO)
     return file.getvalue()
@@ -124,7 +125,7 @@ def test_the_live_display_redraws_at_most_five_times_a_second(clock: Clock) -> N
         for i in range(1000):
             clock.now = 2.0 + i / 1000
             shown.update({**STATUS, "env_steps": i})
-            shown.starting.prints()
+            printed(shown.starting)
         assert text_of(shown).count("of 1,000,000") - before == 5
     assert "999 of 1,000,000" in text_of(shown), "the last state at the end"
 
@@ -133,12 +134,29 @@ class Gone(io.StringIO):
     """A terminal that takes nothing: it blocks, or each write fails."""
 
     blocks: threading.Event | None = None
+    error: type[OSError] = BrokenPipeError
 
     def write(self, text: str) -> int:
         if self.blocks is None:
-            raise BrokenPipeError
+            raise self.error
         self.blocks.wait()
         return super().write(text)
+
+
+def test_a_panel_goes_on_after_a_write_that_failed(clock: Clock) -> None:
+    with Display(1_000_000, "t", console=console(terminal=True)) as shown:
+        assert text_of(shown), "the panel has been drawn"
+        file = shown.console.file
+        shown.console.file = gone = Gone()
+        gone.error = BlockingIOError
+        for i in range(3):
+            clock.now += 1
+            shown.update({**STATUS, "env_steps": i})
+            printed(shown.starting)
+        shown.console.file = file
+        clock.now += 1
+        shown.update({**STATUS, "env_steps": 777})
+        assert "777 of 1,000,000" in text_of(shown)
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -138,7 +138,7 @@ def test_the_end_waits_for_the_page_for_a_while_or_until_a_signal(
 ) -> None:
     said = list[str]()
     monkeypatch.setattr(page, "_FINISH_S", seconds)
-    monkeypatch.setattr(page, "_kill_service", wandb.answers.set)
+    monkeypatch.setattr(page.Page, "_kill_service", lambda _: wandb.answers.set())
     wandb.answers.clear()
     wandb.number = number
     writer = writes(tmp_path, said)

@@ -12,7 +12,7 @@ import pytest
 
 from coterie.runs import starting
 from coterie.runs.starting import Starting
-from tests.support.waiting import wait_until
+from tests.support.waiting import printed, wait_until
 
 
 class Screen(io.StringIO):
@@ -32,7 +32,7 @@ def test_a_step_is_said_once_after_silence(monkeypatch: pytest.MonkeyPatch, term
     with closing(Starting("importing torch")) as start:
         wait_until(lambda: "torch" in screen.getvalue(), 30, "it says the first step")
         start.doing("2 learners")
-        start.prints()
+        printed(start)
         screen.write("a line\n")
         start.doing("waiting for the first rollout")
         wait_until(lambda: "rollout" in screen.getvalue(), 30, "it says the third step")

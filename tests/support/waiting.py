@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
+
+from coterie.runs.starting import Starting
 
 T = TypeVar("T")
 
@@ -18,3 +21,10 @@ def wait_until(predicate: Callable[[], T], seconds: float = PATIENCE, what: str 
         assert time.monotonic() < end, f"not within {seconds:.0f} s: {what or predicate}"
         time.sleep(0.02)
     return found
+
+
+def printed(starting: Starting) -> None:
+    """Wait until all that was to be shown before is printed."""
+    if starting._thread is not None:
+        starting.show((done := threading.Event()).set)
+        assert done.wait(PATIENCE)

@@ -51,7 +51,8 @@ class Cluster:
             ray.init(runtime_env=code, log_to_driver=False, logging_level=logging.ERROR, namespace="coterie", **where)
         except Exception as error:  # Ray raises many kinds
             raise CoterieError(f"ray.address: {first_line(error)}") from error
-        with suppress(ValueError):  # outside of the main thread, where Ray has not set its own, either
+        # ValueError: outside of the main thread, where Ray has not set its own, either; TypeError: it was not Python's.
+        with suppress(ValueError, TypeError):
             signal.signal(signal.SIGTERM, handler)
         self.ray: Any = ray  # half of it has no types
         self.errors: Any = ray.exceptions

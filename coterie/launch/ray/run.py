@@ -11,6 +11,7 @@ import json
 import signal
 import time
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,7 @@ _LEAVE_S = 20.0  # for workers to shut down at the end
 _SUMMED = ("env_steps", "env_frames", "learner_steps", "samples_trained", "episodes", "masked_steps")
 
 
-def run_on_ray(
-    config: Config, folder: Path, resumed: bool, quiet: bool, starting: Starting, held: ExitStack
-) -> dict[str, Any]:
+def run_on_ray(config: Config, folder: Path, resumed: bool, starting: Starting, held: ExitStack) -> dict[str, Any]:
     """Train on a cluster; returns the summary of all sites together, which is also in `summary.json`. `held`: is closed
     when the run has ended.
     """
@@ -56,11 +55,11 @@ def run_on_ray(
         if not resumed:
             held.enter_context(sole_writer(folder, new=True))
         storage = Storage(config.ray.storage, folder, resumed, starting.doing, held)
-        run = RayRun(cluster, allocation, folder, storage, quiet)
+        run = RayRun(cluster, allocation, folder, storage, starting)
         result: dict[str, Any] = {"status": "failed", "reason": ""}
         failure: Exception | None = None
         with on_signals(run.on_signal):  # until all is written
-            starting.close()
+            starting.says = False
             starting.doing("")
             run.start(starting.notes)
             try:
@@ -115,9 +114,11 @@ def sum_up(folders: list[Path]) -> dict[str, Any]:
 class RayRun:
     """Starts all parts of a run and waits for their outcomes."""
 
-    def __init__(self, cluster: Cluster, allocation: Allocation, folder: Path, storage: Storage, quiet: bool) -> None:
-        self.cluster, self.folder, self.storage, self.quiet = cluster, folder, storage, quiet
-        self.allocation = allocation
+    def __init__(
+        self, cluster: Cluster, allocation: Allocation, folder: Path, storage: Storage, starting: Starting
+    ) -> None:
+        self.cluster, self.allocation, self.folder = cluster, allocation, folder
+        self.storage, self.starting = storage, starting
         self.signal: signal.Signals | None = None
         self.closing = self.hurried = False  # hurried: the storage is waited for no longer
         self.folders = [Path(site_url(str(folder), k)) for k in range(len(allocation.sites))]
@@ -157,9 +158,7 @@ class RayRun:
         """Log a line and print it. A full disk or a closed terminal does not end the run."""
         with suppress(OSError):
             print(f"{time.strftime('%H:%M:%S')} {line}", file=self.log, flush=True)
-        with suppress(OSError):
-            if not self.quiet:
-                print(line, flush=True)
+        self.starting.show(partial(print, line, flush=True))
 
     def work(self) -> tuple[str, str]:
         """Follow the run to its end; returns its status and the reason."""

@@ -36,7 +36,7 @@ def test_the_end_waits_for_the_other_sites_of_one_that_is_silent():
     run: Any = RayRun.__new__(RayRun)
     run.board = SimpleNamespace(stop=SimpleNamespace(remote=print), collect=SimpleNamespace(remote=lambda: "collect"))
     ray = SimpleNamespace(wait=lambda *_, **__: (next(ended), []))
-    run.cluster, run.quiet, run.log = SimpleNamespace(ray=ray, result=result, free=str), True, None
+    run.cluster, run.starting, run.log = SimpleNamespace(ray=ray, result=result, free=str), Starting(quiet=True), None
     run.storage = SimpleNamespace(poll=list)
     run.pending, run.silent, run.codes = {"first": silent, "second": busy}, {silent.name: 601.0, busy.name: 1.0}, {}
     run.begin, run.stopping = 0.0, False
@@ -59,9 +59,11 @@ def test_a_full_disk_and_a_closed_terminal_do_not_end_the_run(monkeypatch):
         raise OSError("no space, and nobody to read")
 
     run = RayRun.__new__(RayRun)
-    run.quiet, run.log = False, None  # type: ignore[assignment]
+    run.starting, run.log = Starting(), None  # type: ignore[assignment]
     monkeypatch.setattr("builtins.print", fail)
     run.say("a line")
+    run.starting.close()
+    assert not run.starting.stuck
 
 
 @pytest.mark.parametrize(
@@ -107,9 +109,9 @@ def test_signals_are_the_runs_from_its_first_file_to_its_summary(
     with on_signals(outer.append), ExitStack() as held:
         if status == "failed":
             with pytest.raises(KeyboardInterrupt):
-                runs.run_on_ray(Config(), tmp_path, False, True, starting, held)
+                runs.run_on_ray(Config(), tmp_path, False, starting, held)
         else:
-            assert runs.run_on_ray(Config(), tmp_path, False, True, starting, held)["status"] == status
+            assert runs.run_on_ray(Config(), tmp_path, False, starting, held)["status"] == status
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == status
     assert (outer, starting.step) == ([], "")
 
