@@ -101,19 +101,19 @@ def lend(words: list[str], env: dict[str, str]) -> None:
     with subprocess.Popen(endless, env=env) as process:
 
         def end_it() -> None:
-            """Once the run has had something from the command."""
+            """The command, once the run has had something from it."""
             end = time.monotonic() + 120
             while time.monotonic() < end and process.poll() is None:
                 lines = read_metrics(Path("run"))
                 if lines and lines[-1].get("wire/bytes_in_per_step", 0) > 0:
-                    break
+                    return os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(0.2)
-            process.terminate()
 
         ender = threading.Thread(target=end_it)
         ender.start()
         try:
-            assert main(words[1:]) == 0
+            assert main([*words[1:], "--patience", "60"]) == 0
+            process.terminate()
             assert process.wait(60) == 75
         finally:
             process.kill()
