@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import signal
@@ -16,7 +15,6 @@ from tests.support.commands import PATIENCE
 from tests.support.runs import ENDLESS, inline_options, last_checkpoint, read_summary
 from tests.support.waiting import wait_until
 
-FAILING = "failing_env:Hanging"
 COUNTING = {"env.id": "coterie.envs.testing:CountingEnv", "env.num_envs": 2, "learners": 1}
 
 
@@ -65,33 +63,29 @@ def test_a_run_whose_output_is_on_a_full_disk_finishes(tmp_path: Path) -> None:
     assert read_summary(out)["status"] == "finished"
 
 
-def test_a_run_that_fails_ends_although_nobody_reads_why(tmp_path: Path) -> None:
-    (tmp_path / "failing_env.py").write_text(HANGING_ENV.replace("time.sleep(1000)", "raise ValueError('odd')"))
-    out, (write, read) = tmp_path / "run", outputs("full pipe")
-    command = [sys.executable, "-m", "coterie", *inline_options(out, "solo", **{**COUNTING, "env.id": FAILING})]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+def unread(folder: Path, env: str, **changes: object) -> str:
+    """A run of an env of its own fails, and nobody reads why. Returns the reason in its summary."""
+    (folder / "odd_env.py").write_text(env)
+    out, (write, read) = folder / "run", outputs("full pipe")
+    options = {**COUNTING, "env.id": "odd_env:Hanging", **changes}
+    command = [sys.executable, "-m", "coterie", *inline_options(out, "solo", **options)]
+    paths = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
     try:
-        done = subprocess.run(command, stdout=write, stderr=write, env=env, check=False, timeout=PATIENCE)
+        done = subprocess.run(command, stdout=write, stderr=write, env=paths, check=False, timeout=PATIENCE)
     finally:
         os.close(write)
         os.close(read)
     assert done.returncode == 1
     assert read_summary(out)["status"] == "failed"
+    return str(read_summary(out)["reason"])
+
+
+def test_a_run_that_fails_ends_although_nobody_reads_why(tmp_path: Path) -> None:
+    assert "odd" in unread(tmp_path, HANGING_ENV.replace("time.sleep(1000)", "raise ValueError('odd')"))
 
 
 def test_a_run_that_hangs_ends_although_nobody_reads_why(tmp_path: Path) -> None:
-    (tmp_path / "hanging_env.py").write_text(HANGING_ENV)
-    out, (write, read) = tmp_path / "run", outputs("full pipe")
-    changes = {**COUNTING, "env.id": "hanging_env:Hanging", "log.stall": 2}
-    command = [sys.executable, "-m", "coterie", *inline_options(out, "solo", **changes)]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    try:
-        done = subprocess.run(command, stdout=write, stderr=write, env=env, check=False, timeout=PATIENCE)
-    finally:
-        os.close(write)
-        os.close(read)
-    assert done.returncode == 1
-    assert "hangs" in json.loads((out / "summary.json").read_text())["reason"]
+    assert "hangs" in unread(tmp_path, HANGING_ENV, **{"log.stall": 2})
 
 
 HANGING_ENV = """
