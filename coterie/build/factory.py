@@ -203,18 +203,24 @@ def patience(config: Config) -> float:
     return 10 + 2 * config.log.stall
 
 
-def exchange_setup(
-    config: Config, params: FlatParams, moments: Moments, peers: Peers, note: Note = unrecorded, team: Team = ALONE
-) -> Setup:
+def exchange_setup(config: Config, params: FlatParams, moments: Moments, peers: Peers, team: Team = ALONE) -> Setup:
     """What the exchange of one learner is made of. `team`: the threads that train."""
     same, exchange = algorithm_class(config).steps_kind(config), partial(substitute, config, "exchange")
     rule, optim = make_rule(config.optim), config.optim
     shared = rule if team.size == 1 else Divided(rule, team)
     guard = Guard(optim.max_grad_norm, optim.on_nonfinite == "skip")
-    return Setup(config, params, moments, peers, patience(config), shared, guard, same, exchange, note)
+    return Setup(config, params, moments, peers, patience(config), shared, guard, same, exchange)
 
 
 def make_exchange(
-    config: Config, params: FlatParams, moments: Moments, peers: Peers, note: Note = unrecorded, team: Team = ALONE
+    config: Config,
+    params: FlatParams,
+    moments: Moments,
+    peers: Peers,
+    team: Team = ALONE,
+    note: Note = unrecorded,
+    flush: Callable[[], None] = unrecorded,
 ) -> Exchange:
-    return exchange_kind(config).connect(exchange_setup(config, params, moments, peers, note, team))
+    """The exchange of one learner. `note` and `flush`: of its flight record."""
+    setup = exchange_setup(config, params, moments, peers, team)
+    return exchange_kind(config).connect(replace(setup, note=note, flush=flush))

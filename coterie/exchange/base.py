@@ -26,6 +26,13 @@ class NonFinite(CoterieError):
     """A gradient or weight that is NaN or infinite; the message names the tensor."""
 
 
+def check_finite(params: FlatParams) -> None:
+    """Raise `NonFinite` if a weight is not finite."""
+    norm = float(params.data.dot(params.data))
+    if norm - norm != 0:  # NaN or infinity
+        raise NonFinite(f"the weights of {params.nonfinite(params.data) or 'the whole net'} are not finite")
+
+
 class Guard:
     """Clips gradients. A non-finite one raises, or is dropped and counted in `skipped`."""
 
@@ -128,6 +135,7 @@ class Setup:
     same: tuple[object, ...] = ()  # settings of the algorithm that all learners in lockstep must share
     substitute: Callable[[Any], Callable[..., Exchange]] = lambda kind: kind  # a user-defined class
     note: Note = unrecorded  # an event of the flight record
+    flush: Callable[[], None] = unrecorded  # the events so far stay even if the learner is killed
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from coterie.config import Config, Refusal
-from coterie.exchange.base import ExchangeKind, NonFinite, Setup
+from coterie.exchange.base import ExchangeKind, Setup, check_finite
 from coterie.exchange.mailboxes import MAX_REMOTE_LEARNERS, Mailboxes, Message, mailbox_arrays
 from coterie.exchange.solo import Solo
 from coterie.exchange.topology import matrices
@@ -79,7 +79,7 @@ class Gossip(Solo):
         self.due = 0  # times that a mix was due since the last one
         self.updates, self.skipped_messages, self.remote_messages, self.waited = 0, 0, 0, 0.0
         self.averaged: dict[int, int] = {}  # version of the last message from each mailbox that was averaged
-        self.note = setup.note
+        self.note, self.flush = setup.note, setup.flush
         self.sent = list[int]()  # messages published in the present mix
         self.taken: tuple[int, list[int]] | None = None  # its number, and the in-peers averaged with
 
@@ -151,7 +151,8 @@ class Gossip(Solo):
             for j in self.out_peers[(number - 1) % len(self.sequence)][i]:
                 if j != i and self.present[j] and self.joined[j] < number and self.mixed[j] < number:
                     return False
-        _check_finite(params)
+        check_finite(params)
+        self.flush()  # before: a replay makes each message again that a peer averaged
         with self.lock.writing(i):
             self.message[i].copy_(params.data)
             if self.moments.size:
@@ -190,7 +191,7 @@ class Gossip(Solo):
 
     def _mix_with_other_runs(self, params: FlatParams) -> None:
         """Write the weights to this learner's mailbox; average with remote learners' new messages, equally weighted."""
-        _check_finite(params)
+        check_finite(params)
         boxes = self.mailboxes
         boxes.write(self.rank, params.data.cpu().numpy(), self.moments.read().numpy())
         new = {row: found for row in boxes.peers() if (found := boxes.read(row, self.averaged.get(row, 0)))}
@@ -256,12 +257,6 @@ class Gossip(Solo):
             "gossip/updates_since_mix": self.due,
             **({"gossip/remote_messages": self.remote_messages} if self.mailboxes.remote else {}),
         }
-
-
-def _check_finite(params: FlatParams) -> None:
-    norm = float(params.data.dot(params.data))
-    if norm - norm != 0:  # NaN or infinity
-        raise NonFinite(f"the weights of {params.nonfinite(params.data) or 'the whole net'} are not finite")
 
 
 def mixing_matrices(config: Config, learners: int) -> list[Array]:

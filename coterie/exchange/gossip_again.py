@@ -24,7 +24,9 @@ class Messages:
     def __init__(self, lives: Sequence[Life]) -> None:
         self.uses, self.sent = Counter[tuple[int, float]](), set[tuple[int, int]]()
         for life in lives:
-            self.sent.update((life.header["learner"], number) for sent, _ in life.of("mix") for number in sent)
+            numbers = [number for sent, _ in life.of("mix") for number in sent]
+            numbers += [number for (number,) in life.of("joined")]  # killed in its first mix, it has no record of that
+            self.sent.update((life.header["learner"], number) for number in numbers)
             self.uses.update((j, taken[0]) for _, taken in life.of("mix") if taken for j in taken[1])
             self.uses.update((j, number) for j, number in life.of("took"))
         self.kept: dict[tuple[int, float], tuple[Tensor, Tensor]] = {}

@@ -29,7 +29,7 @@ from coterie.types import ConfigError, reason_of
 
 MAGIC = b"coterie flight 2\n"
 EVERY_S = 1.0  # between two blocks
-_FIRST_S = 1.0  # that the first event waits for the disk: a process killed at once would leave no record
+_FLUSH_S = 1.0  # that `flush` waits for a disk that does not answer
 _HEAD = struct.Struct("<II")
 _MOST_LINES = 200_000  # that wait for the disk
 _MOST_BYTES = 1 << 28  # of the lines of a block
@@ -54,9 +54,11 @@ class FlightRecorder:
         self.path, self.failed = path, ""
         self._header, self._lines = header, deque[str]()
         self._open = list[str]()  # written to the tail only
-        self._news, self._over = SimpleQueue[None](), False  # cheaper at each rollout than an Event
+        # Cheaper at each rollout than an Event; with an event, which is set once all noted before is written.
+        self._news, self._over = SimpleQueue[threading.Event | None](), False
         self._thread = threading.Thread(target=self._work, name="coterie-flight", daemon=True)
-        self._starting, self._begun = threading.Lock(), threading.Event()
+        self._starting, self._flushed = threading.Lock(), threading.Event()
+        self._flushed.set()
 
     def note(self, *event: Any) -> None:
         """Add an event. Any thread may call this. Those of inference are many, and are written with others."""
@@ -74,7 +76,16 @@ class FlightRecorder:
         with self._starting:
             if self._thread.ident is None and self._header() is not None:
                 self._thread.start()
-                self._begun.wait(_FIRST_S)
+                self.flush()  # a process killed at once would leave no record
+
+    def flush(self) -> None:
+        """Wait until what was noted stays even if this process is killed. While the disk does not answer, one call
+        waits a second, and the others do not.
+        """
+        if self._thread.is_alive() and not self.failed and self._flushed.is_set():
+            self._flushed = flushed = threading.Event()
+            self._news.put(flushed)
+            flushed.wait(_FLUSH_S)
 
     def close(self, seconds: float = 10.0) -> None:
         """Write what was noted as a last block."""
@@ -91,22 +102,22 @@ class FlightRecorder:
                 self._open.append(json.dumps(self._header()))
                 due = 0.0
                 while not self.failed:
-                    self._news.get()
+                    asked = [self._news.get()]
                     while not self._news.empty():
-                        self._news.get()
+                        asked.append(self._news.get())
                     over, lines = self._over, [self._lines.popleft() for _ in range(len(self._lines))]
                     self._open += lines
                     if over or time.monotonic() >= due:
                         self._write_block(file, tail)
-                        self._begun.set()
                         due = time.monotonic() + EVERY_S
                     else:
                         tail.write("".join(f"{line}\n" for line in lines).encode())
+                    for flushed in filter(None, asked):
+                        flushed.set()
                     if over:
                         return
         except OSError as error:
             self.failed = reason_of(error)
-            self._begun.set()
 
     def _write_block(self, file: FileIO, tail: FileIO) -> None:
         if not self._open:

@@ -229,6 +229,7 @@ class Service:
             self.post("unsaved", (number, reason_of(error)))
             return
         learner.life.note("saved", learner.progress.learner_steps)
+        learner.life.flush()  # a later life may begin with it
         digest = checkpoint.digest({"model": groups["model"]}) if what & LAST else ""
         if what & LAST:
             learner.write_counts()  # nothing acts any more: what is in flight stays so

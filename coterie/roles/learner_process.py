@@ -87,10 +87,10 @@ class LearnerProcess:
         self.progress, self.stages = Progress(), Stages()
         self._counts_lock, self._outliers_said = threading.Lock(), False
         self.before: dict[str, int] = {}  # this learner's counts when it was started
-        self.life = LifeRecord(config, context, incarnation)
-        made.callback(self.life.close)
+        self.life = life = LifeRecord(config, context, incarnation)
+        made.callback(life.close)
         self.moments = moments = normalizers(config, self.model)
-        self.exchange = make_exchange(config, self.params, moments, context, self.life.note, self.team)
+        self.exchange = make_exchange(config, self.params, moments, context, self.team, life.note, life.flush)
         self.actor, self.refresh_actor = acting_copy(self.model, resources.dtype)
         self.rngs: list[torch.Generator] = []
         self.servers, self._ended = Servers(config.wire), False

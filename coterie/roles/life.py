@@ -65,6 +65,11 @@ class LifeRecord:
         """`env_steps`: of the whole run."""
         self.header |= {"counts": dict(counts), "env_steps": env_steps}
 
+    def flush(self) -> None:
+        """Wait until the events so far stay even if this process is killed."""
+        if self.recorder is not None:
+            self.recorder.flush()
+
     def end(self, reason: str) -> None:
         """The training has ended; `reason`: the error, if one ended it."""
         self.note("end", reason)

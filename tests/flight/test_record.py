@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import zlib
 
 import pytest
@@ -139,18 +140,44 @@ def test_half_a_line_of_the_tail_is_left_out(tmp_path):
     assert read_life(path).events == [["a", 0], ["b", 1]]
 
 
-def test_a_process_that_is_killed_at_its_first_event_leaves_it(tmp_path):
-    for life in range(5):
-        at = path_of(tmp_path, 0, life)
-        code = f"""
+def killed(path, then):
+    """The events of a process that is killed after these statements."""
+    code = f"""
 import os, signal
 from pathlib import Path
 from coterie.flight.record import FlightRecorder
-FlightRecorder(Path({str(at)!r}), lambda: {HEADER}).note("rollout", 1)
+recorder = FlightRecorder(Path({str(path)!r}), lambda: {HEADER})
+recorder.note("rollout", 0)
+{then}
 os.kill(os.getpid(), signal.SIGKILL)
 """
-        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
-        assert read_life(at).events == [["rollout", 1]]
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+    return read_life(path).events
+
+
+def test_what_was_flushed_stays_though_its_process_is_killed_at_once(tmp_path):
+    for life in range(5):
+        events = killed(path_of(tmp_path, 0, life), "for k in range(999): recorder.note('mix', k)\nrecorder.flush()")
+        assert events == [["rollout", 0], *(["mix", k] for k in range(999))]
+
+
+def test_a_disk_that_does_not_answer_holds_up_one_call(tmp_path):
+    path = path_of(tmp_path, 1, 2)
+    path.parent.mkdir()
+    os.mkfifo(path)  # nobody reads it
+    recorder = FlightRecorder(path, lambda: HEADER)
+    recorder.note("a", 0)
+    begin = time.monotonic()
+    for k in range(1000):
+        recorder.note("b", k)
+        recorder.flush()
+    assert time.monotonic() - begin < 60
+    os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+
+
+def test_a_process_that_is_killed_at_its_first_event_leaves_it(tmp_path):
+    for life in range(5):
+        assert killed(path_of(tmp_path, 0, life), "") == [["rollout", 0]]
 
 
 @pytest.mark.parametrize("text", [b"", MAGIC])
