@@ -95,7 +95,7 @@ class Gossip(Solo):
         if not self.present[self.rank]:
             self._join()
         if self.mailboxes.remote:  # another run may be waiting for weights to start with
-            self.mailboxes.write(self.rank, self.params.data.cpu().numpy(), self.moments.read().numpy())
+            self._write_mailbox()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -192,14 +192,17 @@ class Gossip(Solo):
     def _mix_with_other_runs(self, params: FlatParams) -> None:
         """Write the weights to this learner's mailbox; average with remote learners' new messages, equally weighted."""
         check_finite(params)
+        self._write_mailbox()
         boxes = self.mailboxes
-        boxes.write(self.rank, params.data.cpu().numpy(), self.moments.read().numpy())
         new = {row: found for row in boxes.peers() if (found := boxes.read(row, self.averaged.get(row, 0)))}
         share = 1 / (1 + len(new))
         if new:
             self._average(share, [(share, *message.tensors) for message in new.values()])
         self.averaged |= {row: message.version for row, message in new.items()}
         self.remote_messages += len(new)
+
+    def _write_mailbox(self) -> None:
+        self.mailboxes.write(self.rank, self.params.data.cpu().numpy(), self.moments.read().numpy())
 
     def _average(self, own: float, messages: list[tuple[float, Tensor, Tensor]]) -> None:
         """The weighted sum of this learner's weights and moments and those of `messages`."""
