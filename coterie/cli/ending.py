@@ -9,11 +9,10 @@ import traceback
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, TextIO
 
 from coterie.parallel.signals import on_signals
-from coterie.runs.starting import Starting
+from coterie.runs.starting import Starting, silence
 from coterie.types import EXIT_INTERRUPTED, CoterieError, one_line
 
 
@@ -74,7 +73,7 @@ def complain(text: str) -> None:
 
 
 def flush() -> None:
-    """Write what was printed. Where that fails nothing more is printed, and Python's own exit has nothing to write."""
+    """Write what was printed. Where that fails nothing more is printed."""
     try:
         print(end="", flush=True)
     except OSError:
@@ -86,7 +85,3 @@ def _goes_there_too(stderr: TextIO) -> bool:
     with suppress(OSError):
         return stderr.isatty() or os.path.sameopenfile(1, stderr.fileno())
     return True
-
-
-def silence() -> None:
-    sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115

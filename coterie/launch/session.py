@@ -275,8 +275,7 @@ def _link(config: ResolvedConfig, spec: Spec, resumed: bool, starting: Starting)
 
     model = make_model(config, spec)
     net = Net(net_of(model), len(FlatParams(model).data), max(1, normalizers(config, model).size))
-    say = lambda line: starting.show(partial(print, line, flush=True))  # noqa: E731
-    made: Link = named("link", kind.link)(config, net, resumed, say)
+    made: Link = named("link", kind.link)(config, net, resumed, starting.say)
     return made
 
 

@@ -12,11 +12,17 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 
 _SILENCE_S = 1.0
 _LEAVE_S = 2.0  # for a terminal to take what is left
 _ERASE = "\r\x1b[2K"  # the line, on a terminal
+
+
+def silence() -> None:
+    """Print nothing more, so that Python's own exit has nothing to write: it would wait, or fail."""
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 class Starting:
@@ -46,6 +52,9 @@ class Starting:
         """Have the thread call this, which prints something, after all that came before."""
         if self._thread is not None:
             self._calls.put(call)
+
+    def say(self, line: str) -> None:
+        self.show(partial(print, line, flush=True))
 
     def close(self) -> None:
         """Stop printing."""

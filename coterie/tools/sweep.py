@@ -15,8 +15,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -27,6 +27,7 @@ from coterie.parallel.affinity import available_cores
 from coterie.parallel.signals import HANDLED, WARNING, on_signals, stop_with_parent
 from coterie.runs import checkpoint
 from coterie.runs.metrics import RUN_FILES, file_name, read_metrics
+from coterie.runs.starting import Starting, silence
 from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
 
 _RANK = (0, EXIT_INTERRUPTED, 2, 1)  # exit codes, the worst last
@@ -210,16 +211,24 @@ def run_jobs(jobs: Sequence[Job], at_once: int, progress_every: float = 10.0) ->
     `progress_every` seconds. Raises `ConfigError` if another process runs one of them.
     """
     todo = []
-    for job in jobs:
-        if job.done():
-            _say(f"{job.name}: {job.outcome()} (already done) {job.folder}")
-        else:
-            todo.append(job)
+    with closing(Starting()) as screen:  # waits for a terminal that is not read, which holds up no run
+        for job in jobs:
+            if job.done():
+                screen.say(f"{job.name}: {job.outcome()} (already done) {job.folder}")
+            else:
+                todo.append(job)
+        code = _run(todo, len(jobs), at_once, progress_every, screen.say)
+    if screen.stuck:
+        silence()
+    return code
+
+
+def _run(todo: list[Job], whole: int, at_once: int, progress_every: float, say: Callable[[str], None]) -> int:
     slots = max(1, min(at_once, len(todo)))
     cores = available_cores()
     shares = [cores[i::slots] or [cores[i % len(cores)]] for i in range(slots)]
     running: dict[int, tuple[subprocess.Popen[bytes], Job]] = {}
-    done, worst, printed, stop = len(jobs) - len(todo), 0, time.monotonic(), list[int]()
+    done, worst, printed, stop = whole - len(todo), 0, time.monotonic(), list[int]()
 
     def note(number: signal.Signals) -> None:
         if number != WARNING:
@@ -241,24 +250,19 @@ def run_jobs(jobs: Sequence[Job], at_once: int, progress_every: float = 10.0) ->
                         del running[slot]
                         done += 1
                         worst = max(worst, code if code in _RANK else 1, key=_RANK.index)
-                        _say(f"{job.name}: {job.outcome(code)} (exit {code}) {job.folder}")
+                        say(f"{job.name}: {job.outcome(code)} (exit {code}) {job.folder}")
                 if running and time.monotonic() - printed > progress_every:
                     printed = time.monotonic()
-                    _say(progress([job for _, job in running.values()], done, len(jobs)))
+                    say(progress([job for _, job in running.values()], done, whole))
         finally:
-            _end(running)
+            _end(running, say)
     if stop:
-        _say("stopped; the same command with the same --out continues")
+        say("stopped; the same command with the same --out continues")
         return EXIT_INTERRUPTED
     return worst
 
 
-def _say(line: str) -> None:
-    with suppress(OSError):  # Ctrl-C ends `tee`, too
-        print(line, flush=True)
-
-
-def _end(running: dict[int, tuple[subprocess.Popen[bytes], Job]]) -> None:
+def _end(running: dict[int, tuple[subprocess.Popen[bytes], Job]], say: Callable[[str], None]) -> None:
     """Ask all running jobs to write a checkpoint and exit, and wait for them."""
     for process, _ in running.values():
         process.terminate()
@@ -267,7 +271,7 @@ def _end(running: dict[int, tuple[subprocess.Popen[bytes], Job]]) -> None:
             process.wait(_GRACE_S)
         except subprocess.TimeoutExpired:
             process.kill()
-            print(f"{job.folder}: did not exit within {_GRACE_S} s and was killed; its last checkpoint is kept")
+            say(f"{job.folder}: did not exit within {_GRACE_S} s and was killed; its last checkpoint is kept")
 
 
 def complete(folder: Path) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
 import signal
 import subprocess
 import sys
@@ -12,25 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import PATIENCE
+from tests.support.outputs import outputs
 from tests.support.runs import ENDLESS, inline_options, last_checkpoint, read_summary
 from tests.support.waiting import wait_until
 
 COUNTING = {"env.id": "coterie.envs.testing:CountingEnv", "env.num_envs": 2, "learners": 1}
-
-
-def outputs(kind: str) -> tuple[int, int]:
-    """The end that a run writes to, and the other one (-1: it is closed)."""
-    read, write = pty.openpty() if "terminal" in kind else os.pipe()
-    if "closed" in kind:
-        os.close(read)
-        return write, -1
-    os.set_blocking(write, False)
-    try:
-        while True:
-            os.write(write, b"." * 512)
-    except BlockingIOError:
-        os.set_blocking(write, True)
-    return write, read
 
 
 @pytest.mark.parametrize("kind", ["closed pipe", "closed terminal", "full pipe", "full terminal"])

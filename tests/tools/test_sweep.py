@@ -22,6 +22,7 @@ from coterie.tools.sweep import Job, parse_grid, parse_seeds, plan_runs, progres
 from coterie.types import ConfigError
 from tests.conftest import made_by
 from tests.support.commands import Command
+from tests.support.outputs import outputs
 from tests.support.waiting import wait_until
 
 TRAIN = ("train", "ppo", "--env", "CartPole-v1", "--log.tensorboard", "False")
@@ -118,6 +119,16 @@ def test_a_stopped_sweep_has_its_exit_code_although_ctrl_c_has_ended_tee_too(tmp
     assert run_jobs([Job("a", TRAIN[1:], tmp_path / "run")], 1) == 75
     with pytest.raises(BrokenPipeError):
         sys.stdout.close()
+
+
+def test_jobs_go_on_although_nobody_reads_what_the_sweep_prints(tmp_path, monkeypatch):
+    write, read = outputs("full pipe")
+    monkeypatch.setattr(Job, "_command", lambda self, resumed: [sys.executable, "-c", "print('it ran')"])
+    monkeypatch.setattr(sys, "stdout", open(write, "w"))  # noqa: SIM115
+    jobs = [Job(name, TRAIN[1:], tmp_path / name) for name in "ab"]
+    assert run_jobs(jobs, 1) == 0
+    assert [job.beside(".txt").read_text() for job in jobs] == ["it ran\n"] * 2
+    os.close(read)
 
 
 def test_a_running_job_keeps_its_output(tmp_path):

@@ -11,7 +11,6 @@ import json
 import signal
 import time
 from contextlib import ExitStack, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +157,7 @@ class RayRun:
         """Log a line and print it. A full disk or a closed terminal does not end the run."""
         with suppress(OSError):
             print(f"{time.strftime('%H:%M:%S')} {line}", file=self.log, flush=True)
-        self.starting.show(partial(print, line, flush=True))
+        self.starting.say(line)
 
     def work(self) -> tuple[str, str]:
         """Follow the run to its end; returns its status and the reason."""
