@@ -146,8 +146,8 @@ class PPO:
     clip: PositiveFloat = 0.2  # range of the probability ratio: 1 - clip to 1 + clip
     clip_schedule: Schedule = Schedule()
     clip_value: NaturalFloat = 0.0  # clip the change of the value to +-this; 0: off
-    target_kl: NaturalFloat = 0.0  # skip the remaining epochs of a rollout above this KL divergence; 0: off
-    batch_size: Natural = 0  # samples per rollout; algo.unroll_length becomes batch_size / num_envs. 0: off
+    target_kl: NaturalFloat = 0.0  # leave a rollout once a minibatch's KL divergence is above 1.5 times this; 0: off
+    batch_size: Natural = 0  # samples of a rollout, in place of algo.unroll_length x envs of a batch. 0: off
     proximal: bool = False  # clip around the weights at the start of training on a rollout: learns from older policies
     rho_max: PositiveFloat = 100.0  # proximal: clip of the importance weight, proximal / acting policy
 
@@ -179,15 +179,15 @@ class Q:
     noisy: bool = False  # NoisyNets instead of epsilon
     n_step: Positive = 1  # rewards in a target before it bootstraps
     huber: NaturalFloat = 1.0  # the loss is linear beyond this error; 0: squared everywhere
-    target_every: Positive = 10_000  # env steps of a learner between updates of the target network
+    target_every: Positive = 10_000  # rows of a learner's rollouts between updates of the target network
     epsilon: Fraction = 1.0  # share of random actions at the start
     epsilon_end: Fraction = 0.1  # share of random actions after q.epsilon_steps
-    epsilon_steps: Positive = 1_000_000  # env steps
+    epsilon_steps: Positive = 1_000_000  # env steps; decoupled actors keep q.epsilon until a learner trains
     ladder: NaturalFloat = 0.0  # env i of N keeps epsilon_end^(1 + ladder i / (N - 1)) (Ape-X: 7 with 0.4). 0: off
     eval_epsilon: Fraction = 0.001  # in evaluations with --sampled
     batch_size: Positive = 32  # transitions, or sequences, in an optimizer step
-    intensity: PositiveFloat = 8.0  # replay ratio: how often each env step is trained on, on average
-    learn_start: Natural = 20_000  # env steps of a learner before it trains
+    intensity: PositiveFloat = 8.0  # replay ratio: how often each row of a rollout is trained on, on average
+    learn_start: Natural = 20_000  # rows of its rollouts before a learner trains; resets are rows, too
     secondary_batch: Natural = 0  # batch size of a secondary learner that trains on the same replay; 0: none
     secondary_lr: NaturalFloat = 0.0  # its learning rate; 0: optim.lr
 

@@ -106,7 +106,7 @@ class BC(A2C):
         """Random steps of the data set, `bc.intensity` for each env step of the rollout."""
         if self.steps is None:
             self.steps = self._prepare(model)
-        t = self.algo.unroll_length if model.recurrent else 1
+        t = min(self.algo.unroll_length, len(self.steps[1])) if model.recurrent else 1
         b = max(1, self.bc.batch_size // t)
         self.owed += rollout.mask.numel() * self.bc.intensity
         while self.owed >= t * b:
@@ -125,8 +125,8 @@ class BC(A2C):
         return steps, returns / model.return_norm.deviation.cpu() if self.config.reward.normalize else returns
 
     def _draw(self, model: Model, steps: Steps, returns: Tensor, t: int, b: int, device: torch.device) -> RolloutBatch:
-        start = torch.randint(max(1, len(returns) - t + 1), (b,), generator=self.rng)
-        rows = (start + torch.arange(t)[:, None]).clamp(max=len(returns) - 1) if model.recurrent else start
+        start = torch.randint(len(returns) - t + 1, (b,), generator=self.rng)
+        rows = start + torch.arange(t)[:, None] if model.recurrent else start
 
         def take(x: Tensor, rows: Tensor = rows) -> Tensor:
             return x[rows].to(device)

@@ -41,10 +41,10 @@ class PPO(A2C):
         Refusal(
             lambda c, s: (
                 not is_recurrent(c.model)
-                and c.ppo.minibatch_size > algorithm_class(c).unroll_length(c) * c.env.num_envs
+                and c.ppo.minibatch_size > algorithm_class(c).unroll_length(c) * acting_kind(c).batch_size(c)
             ),
             "ppo.minibatch_size",
-            "must not exceed the samples of a rollout (algo.unroll_length x env.num_envs, or ppo.batch_size)",
+            "must not exceed the samples of a rollout (algo.unroll_length x the envs of a batch, or ppo.batch_size)",
         ),
     )
 
@@ -59,9 +59,9 @@ class PPO(A2C):
 
     @staticmethod
     def unroll_length(config: Config) -> int:
-        """Steps of each env in a rollout; with `ppo.batch_size` fewer for more envs (Accelerated Methods)."""
+        """Steps of each env in a rollout; with `ppo.batch_size` fewer for more columns (Accelerated Methods)."""
         if config.ppo.batch_size:
-            return max(1, config.ppo.batch_size // config.env.num_envs)
+            return max(1, config.ppo.batch_size // acting_kind(config).batch_size(config))
         return config.algo.unroll_length
 
     @staticmethod

@@ -12,6 +12,7 @@ from torch import Tensor
 from coterie.algorithms.base import ON_CPU, AlgorithmBase, Compute
 from coterie.algorithms.replay_base import R, ReplayLearning
 from coterie.config import ResolvedConfig
+from coterie.envs.tasks import envs_per_child, tasks
 from coterie.models.base import Model
 from coterie.models.build import Network, acting_copy
 from coterie.ops.dist import ILLEGAL
@@ -49,9 +50,11 @@ class EpsilonGreedy(AlgorithmBase):
         super().__init__(config, spec, compute, seed)
         self.q = config.q
         self.sampled = config.q.eval_epsilon  # share of random actions
+        self._envs = config.env.num_envs * config.learners
+        self._width = envs_per_child(config) if len(tasks(config.env.id)) > 1 else 0  # envs in a row of one task
 
     def gauges(self) -> dict[str, float]:
-        return {**super().gauges(), "epsilon": float(self.explore(torch.arange(self.config.env.num_envs)).mean())}
+        return {**super().gauges(), "epsilon": float(self.explore(torch.arange(self._envs)).mean())}
 
     def acts_at(self, version: int) -> None:
         """In an actor: estimate the run's env steps from the learner step of the weights."""
@@ -65,9 +68,10 @@ class EpsilonGreedy(AlgorithmBase):
         if self.q.noisy:
             return torch.zeros(len(env_id), device=env_id.device)
         if self.q.ladder:
-            envs = self.config.env.num_envs * self.config.learners
-            place = (env_id % envs).float() / max(1, envs - 1)
-            return self.q.epsilon_end ** (1 + self.q.ladder * place)
+            place, width = env_id % self._envs, self._width
+            if width:  # each task has values from the whole ladder, and not the next ones of it
+                place = place % width * (self._envs // width) + place // width
+            return self.q.epsilon_end ** (1 + self.q.ladder * place.float() / max(1, self._envs - 1))
         left = max(0.0, 1 - self.clock.env_steps / max(1, self.q.epsilon_steps))
         epsilon = self.q.epsilon_end + (self.q.epsilon - self.q.epsilon_end) * left
         return torch.full((len(env_id),), epsilon, device=env_id.device)

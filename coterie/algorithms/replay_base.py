@@ -170,13 +170,13 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
         assert replay is not None
         if self.lender is None:
             replay.add(rollout, self.rewards.clipped(rollout.reward).cpu().numpy())
-        if self.stored >= self.q.learn_start:
+        if self.stored >= self.q.learn_start and replay.size:
             if self.copied < 0:
                 self._copy()  # its normalizers have seen observations by now
             self.due += rows * self.q.intensity
         self.rows, self.stored = self.rows + rows, self.stored + rows
         prefetched = None
-        while self.due >= self.batch_rows and replay.size:
+        while self.due >= self.batch_rows:
             self.due -= self.batch_rows
             found, ahead = (prefetched or self._fetch(device))()
             ahead = self.ahead(found) if ahead is None else ahead

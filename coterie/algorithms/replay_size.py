@@ -58,6 +58,11 @@ def _needed(config: Config) -> int:
     return algorithm_class(config).unroll_length(config) + config.q.n_step + config.atari.stack
 
 
+def _wider(config: Config) -> float:
+    """By how much other machines' envs may delay the first samples: learners in lockstep must begin together."""
+    return max(1.0, config.replay.envs / config.env.num_envs) if exchange_kind(config).in_lockstep else 1.0
+
+
 def value_refusals(
     rows: Callable[[ResolvedConfig], int] = _rows, needed: Callable[[Config], int] = _needed
 ) -> tuple[Refusal, ...]:
@@ -86,10 +91,11 @@ def replay_refusals(
             "must be False with a replay (dqn, r2d2, sac), which stores old rewards; use reward.clip or reward.scale",
         ),
         Refusal(
-            lambda c, s: c.q.learn_start < algorithm_class(c).first_rows(c),
+            lambda c, s: c.q.learn_start < algorithm_class(c).first_rows(c) * _wider(c),
             "q.learn_start",
             "must be at least 2 x env.num_envs x (algo.unroll_length + q.n_step), for r2d2 env.num_envs x "
-            "(r2d2.burn_in + length + stride + algo.unroll_length): before that the replay cannot be sampled",
+            "(r2d2.burn_in + length + stride + algo.unroll_length): before that the replay cannot be sampled. With "
+            "exchange allreduce, replay.envs counts in place of env.num_envs",
         ),
         Refusal(
             lambda c, s: rows(c) <= needed(c),
@@ -97,6 +103,11 @@ def replay_refusals(
             "must be larger: each env of a learner needs more than algo.unroll_length + q.n_step + atari.stack rows, "
             "for r2d2 more than r2d2.burn_in + length + max(0, stride - 2 x algo.unroll_length), rounded down to whole "
             "rollouts",
+        ),
+        Refusal(
+            lambda c, s: c.replay.initial == "acting" and not algorithm_class(c).value_based,
+            "replay.initial",
+            "must be highest with an algorithm that does not act by values",
         ),
         Refusal(lambda c, s: 0 < c.replay.envs < c.env.num_envs, "replay.envs", "must not be below env.num_envs"),
         Refusal(

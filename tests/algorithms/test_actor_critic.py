@@ -176,6 +176,8 @@ def test_ppo_stops_its_epochs_past_the_target_kl():
 def test_the_horizon_shrinks_at_a_fixed_batch_size():
     config = make_config(algorithm="ppo", **{"ppo.batch_size": 2048})
     assert [PPO.unroll_length(replace(config, {"env.num_envs": n})) for n in (4, 8, 512)] == [512, 256, 4]
+    decoupled = replace(config, {"acting": "decoupled", "decoupled.batch_size": 8, "env.num_envs": 512})
+    assert PPO.unroll_length(decoupled) == 256  # 8 envs in a batch
 
 
 # --- rewards, normalizers and entropy ---

@@ -62,6 +62,16 @@ def test_returns_end_with_their_episodes():
     assert returns_of(torch.arange(1.0, 6), first, 0.5).tolist() == [1 + 1 + 0.75, 2 + 1.5, 3, 4 + 2.5, 5]
 
 
+def test_data_that_is_shorter_than_a_rollout_is_one_sequence_without_copies():
+    config, spec = make(
+        **{"model.core": "lstm", "algo.unroll_length": 10_000, "bc.batch_size": 64, "bc.intensity": 1e4}
+    )
+    steps = read_steps(config, spec)
+    batch = next(BC(config, spec).batches(make_model(config, spec), make_rollout(spec, 8, 4)))
+    assert torch.equal(batch.inputs.obs[:, 0], steps.obs)
+    assert batch.count == batch.valid == len(steps.obs)
+
+
 @pytest.mark.parametrize("core", ["none", "lstm"])
 def test_a_batch_has_rows_of_the_data_or_with_a_core_sequences(core: str):
     config, spec = make(**{"model.core": core, "algo.unroll_length": 8, "bc.batch_size": 64, "bc.intensity": 4.0})

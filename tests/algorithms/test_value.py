@@ -166,6 +166,9 @@ def test_epsilon_greedy_explores_as_often_as_it_says_and_each_env_has_its_epsilo
     ladder, _ = build(**{"q.epsilon_end": 0.4, "q.ladder": 7.0})
     assert ladder.explore(ids).tolist() == pytest.approx([0.4 ** (1 + 7 * i / 7) for i in range(8)])
     assert ladder.explore(ids + (1 << 20)).tolist() == ladder.explore(ids).tolist()  # hosts from elsewhere
+    tasks = {"env.id": "CartPole-v1,CartPole-v0", "acting": "central", "actors": 2, "learners": 1}
+    shared, _ = build(**{"q.epsilon_end": 0.4, "q.ladder": 7.0, **tasks})  # the first four envs are of the first task
+    assert shared.explore(ids).tolist() == ladder.explore(ids[[0, 2, 4, 6, 1, 3, 5, 7]]).tolist()
     noisy, _ = build(**{"q.noisy": True})
     assert not noisy.explore(ids).any()
 

@@ -100,6 +100,7 @@ ACTORS = {"algorithm": "vtrace", "acting": "decoupled"}
 R2D2 = {"algorithm": "r2d2", "model.core": "lstm", "algo.unroll_length": 20}
 GOSSIP = {"exchange": "gossip", "gossip.bind": "127.0.0.1:8790"}
 RING = {"learners": 2, "exchange": "allreduce", "allreduce.bind": "127.0.0.1:8791"}
+SAC = {"env": "Pendulum-v1", "algorithm": "sac", "reward.normalize": False}
 ALIKE = {"algorithm": "vtrace", "learners": 2, "exchange": "allreduce"}
 # Fields with several refusals: words of the reason, and what meets it.
 COUNTING, IMAGES = "coterie.envs.testing:CountingEnv", '{"continuous": true, "obs": "image"}'
@@ -123,11 +124,8 @@ AMBIGUOUS = [
     ("allreduce.bind", "not 0.0.0.0", {**RING, "allreduce.bind": "0.0.0.0:8791"}),
     ("allreduce.connect", "a machine either", {**RING, "allreduce.connect": "127.0.0.1:8791"}),
     ("wire.bind", "other machines", {"algorithm": "vtrace", "acting": "decoupled", "wire.bind": "0.0.0.0:8765"}),
-    (
-        "max_lag",
-        "before they have a slot",
-        {"algorithm": "vtrace", "acting": "decoupled", "wire.bind": "unix:x", "max_lag": 1},
-    ),
+    ("max_lag", "before they have a slot", {**ACTORS, "wire.bind": "unix:x", "max_lag": 1}),
+    ("replay.initial", "by values", {**SAC, "replay.initial": "acting"}),
     ("max_lag", "hogwild and store", {**ACTORS, "learners": 2, "actors": 2, "exchange": "hogwild", "max_lag": 4}),
     ("gossip.bind", "other machines", {**GOSSIP, "learners": 2, "gossip.bind": "0.0.0.0:8790"}),
     ("gossip.connect", "a run either", {**GOSSIP, "gossip.connect": "127.0.0.1:8790"}),

@@ -132,6 +132,17 @@ ATARI, MLP, NET = "one of EnvPool's Atari games", "the torso mlp", "tests.suppor
         (("ppo", "--model.core", "tests.support.networks:Leaky", "--model.forget-bias", "2"), {}),
         (("ppo", "--optim.alpha", "0.9", "--optim.beta1", "0.8"), {"optim.alpha": "optim.rule rmsprop or rmsprop_tf"}),
         (("ppo", "--algorithm", "coterie.algorithms.ppo:PPO", "--q.n-step", "2"), {}),  # which may use it
+        (
+            ("appo", "--ppo.batch-size", "2048", "--algo.unroll-length", "64"),
+            {"algo.unroll-length": "ppo.batch_size 0"},
+        ),
+        (("seed-vtrace", "--algo.poll", "2"), {"algo.poll": "acting inline or decoupled"}),
+        (("seed-r2d2", "--q.epsilon", "0.5"), {"q.epsilon": "dqn or r2d2, without q.noisy or q.ladder"}),
+        (
+            ("dqn", "--algo.gae-lambda", "0.5", "--q.epsilon", "0.5"),
+            {"algo.gae-lambda": "an algorithm without a replay"},
+        ),
+        (("sac", "--q.noisy", "True", "--env", "Pendulum-v1"), {"q.noisy": "dqn or r2d2"}),
     ],
 )
 def test_an_option_without_effect_is_a_line_that_names_what_it_needs(capsys, args, needs):
