@@ -29,7 +29,7 @@ from coterie.types import ConfigError, reason_of
 
 MAGIC = b"coterie flight 2\n"
 EVERY_S = 1.0  # between two blocks
-_FLUSH_S = 1.0  # that `flush` waits for a disk that does not answer
+_FLUSH_S, _FIRST_S = 1.0, 5.0  # that `flush` waits for a disk that does not answer, the first time longer
 _HEAD = struct.Struct("<II")
 _MOST_LINES = 200_000  # that wait for the disk
 _MOST_BYTES = 1 << 28  # of the lines of a block
@@ -76,16 +76,16 @@ class FlightRecorder:
         with self._starting:
             if self._thread.ident is None and self._header() is not None:
                 self._thread.start()
-                self.flush()  # a process killed at once would leave no record
+                self.flush(_FIRST_S)  # a process killed at once would leave no record
 
-    def flush(self) -> None:
+    def flush(self, seconds: float = _FLUSH_S) -> None:
         """Wait until what was noted stays even if this process is killed. While the disk does not answer, one call
-        waits a second, and the others do not.
+        waits `seconds`, and the others do not.
         """
         if self._thread.is_alive() and not self.failed and self._flushed.is_set():
             self._flushed = flushed = threading.Event()
             self._news.put(flushed)
-            flushed.wait(_FLUSH_S)
+            flushed.wait(seconds)
 
     def close(self, seconds: float = 10.0) -> None:
         """Write what was noted as a last block."""

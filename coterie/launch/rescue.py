@@ -6,6 +6,7 @@ from functools import partial
 
 from coterie.build.factory import make_model, normalizers
 from coterie.launch.coordinator import Coordinator
+from coterie.parallel.board import HOLD, SAVE
 from coterie.parallel.clock import awake
 from coterie.parallel.params import FlatParams
 from coterie.parallel.weights import Weights
@@ -25,7 +26,7 @@ class Rescue:
         self.run, self.reason = run, reason
         run.give_up_order()
         run.paused = True
-        run.order_checkpoint()
+        run.order_checkpoint(SAVE | HOLD)
         self.order, self.end = run.order, awake() + RESCUE_S
 
     @property

@@ -28,7 +28,7 @@ from coterie.runs import checkpoint
 from coterie.types import ConfigError, CoterieError
 
 _GRACE_S = 1.0  # wait for a dead learner's exit message after another learner has reported it lost
-_LEAVE_S = 5.0  # for actors to shut down at the end of a run
+_LEAVE_S = 15.0  # for actors to shut down at the end of a run
 _STARVED_S = 20.0  # for which all learners may wait after a signal
 
 

@@ -24,7 +24,8 @@ COUNTS = (
     "produced", "delivered", "started", "learned", "masked", "learner_steps", "samples_trained",
     "policy_lag_max", "skipped", "replaced", "episodes", "dropped", "in_flight",
 )  # fmt: skip
-SAVE, EVALUATE, LAST = 1, 2, 4  # what an order asks for: a checkpoint, before it an evaluation, after it the end
+# What an order asks for: a checkpoint, before it an evaluation, after it the end, or no more training.
+SAVE, EVALUATE, LAST, HOLD = 1, 2, 4, 8
 _ATTRIBUTES = 4096  # bytes for the attributes that callbacks set
 
 

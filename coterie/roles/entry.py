@@ -25,7 +25,7 @@ from coterie.envs.news import EnvNews
 from coterie.exchange.table import exchange_kind
 from coterie.models.build import Network
 from coterie.parallel.affinity import rss_mb
-from coterie.parallel.board import EVALUATE, LAST
+from coterie.parallel.board import EVALUATE, HOLD, LAST
 from coterie.parallel.clock import awake
 from coterie.parallel.heartbeats import shown_alive
 from coterie.parallel.processes import PeerLost, descriptors
@@ -195,9 +195,9 @@ class Service:
 
     def report(self) -> None:
         """Keep the weights, then post what is new: the last report that arrives is of one of the last two weights."""
-        progress, begin = self.learner.progress, time.monotonic()
-        counts, now = self.learner.keep(), time.monotonic()
-        self.next_report = now + max(self.every, (now - begin) / _KEEP_SHARE)
+        progress, begin = self.learner.progress, time.thread_time()
+        counts, cost, now = self.learner.keep(), time.thread_time() - begin, time.monotonic()
+        self.next_report = now + max(self.every, cost / _KEEP_SHARE)
         if now - self.gauged > _GAUGES_S:
             self.gauged, self.gauges = now, self.learner.gauges()
         content = LearnerReport(
@@ -237,6 +237,10 @@ class Service:
         self.report()  # the checkpoint counts these rows, too
         self.post("saved", Saved(number, learner.counts(), digest))
         self.last = bool(what & LAST)
+        end = awake() + learner.config.log.stall
+        while what & HOLD and awake() < end:  # until it is killed: what it learned now would be lost
+            self.board.heartbeat(self.rank)
+            time.sleep(0.005)
 
     def _evaluate(self, order: int) -> None:
         """Score the weights that the checkpoint will hold, unless a signal ends it."""

@@ -16,7 +16,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 _SILENCE_S = 1.0
-_LEAVE_S = 2.0  # for a terminal to take what is left
+_LEAVE_S = 5.0  # for a terminal to take what is left
 _ERASE = "\r\x1b[2K"  # the line, on a terminal
 
 
