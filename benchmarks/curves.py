@@ -1,4 +1,5 @@
-"""Keep a run's curve in the repository: docs/results/curves/NAME.csv (at most 200 points a run) and NAME.png.
+"""Keep a run's curve in the repository: docs/results/curves/NAME.csv (at most 200 points a run and its greedy
+episodes) and NAME.png.
 
 python benchmarks/curves.py NAME RUN [RUN ...] [--goal RETURN] [--labels LABEL ...]
 """
@@ -9,10 +10,13 @@ import argparse
 import csv
 from pathlib import Path
 
+import numpy as np
+
 from coterie.tools.report.runs import read_run
 
 CURVES = Path(__file__).parents[1] / "docs" / "results" / "curves"
 AXES = ("env_steps", "seconds")
+POINTS = 200  # of a run
 
 
 def main() -> None:
@@ -27,16 +31,16 @@ def main() -> None:
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
+    runs = list(map(read_run, options.runs))
     CURVES.mkdir(exist_ok=True)
     figure, both = plt.subplots(1, 2, figsize=(9, 3.2), sharey=True)
     with (CURVES / f"{options.name}.csv").open("w", newline="") as file:
         table = csv.writer(file)
         table.writerow(["run", "seed", *AXES, "mean_return", "greedy"])
-        for i, folder in enumerate(options.runs):
-            run = read_run(folder)
+        for i, run in enumerate(runs):
             label = options.labels[i] if i < len(options.labels) else f"seed {run.seed}"
             lines = [p for p in run.lines if p.get("mean_return") is not None]
-            lines = lines[:: max(1, len(lines) // 200)] + lines[-1:]
+            lines = [lines[k] for k in np.unique(np.linspace(0, len(lines) - 1, POINTS).round().astype(int)) if lines]
             evals = [p for p in run.lines if p.get("eval/return") is not None]
             points = [(p, "mean_return", "") for p in lines] + [(p, "eval/return", "yes") for p in evals]
             for p, name, greedy in sorted(points, key=lambda point: point[0]["env_steps"]):

@@ -3,7 +3,8 @@
     python benchmarks/layouts.py cpu [--seconds 60] [--only NAME ...] [--out FILE.json] [--page]
 
 Each case is a process of its own with a time limit, so that one that fails leaves the others. `--out` keeps what is in
-the file of other cases; `--page` writes the table of docs/benchmarks/speed.md from it. Measure on an idle machine.
+the file of other cases, and a file of another machine under another name; `--page` writes the table of
+docs/benchmarks/speed.md from it. Measure on an idle machine.
 """
 
 from __future__ import annotations
@@ -126,19 +127,22 @@ def main() -> None:
     found: dict[str, Any] = {"recorded": str(date.today()), "machine": machine, "gpu": gpu, "cores": os.cpu_count()}
     cases = CASES[options.cases]
     before = json.loads(options.out.read_text()) if options.out and options.out.exists() else found
-    if before.get("machine") != machine:
-        print(f"{options.out} is written anew: it was measured on another machine, or with other versions")
+    if any(before.get(key) != found[key] for key in ("machine", "gpu")):
+        aside = options.out.with_stem(f"{options.out.stem}-{before.get('recorded', 'earlier')}")
+        if aside.exists():
+            parser.error(f"--out: {options.out} was measured on another machine, or with other versions: name another")
+        print(f"{options.out} was measured on another machine, or with other versions: it is {aside} now")
+        options.out.rename(aside)
         before = found
-    done = dict(before.get("cases", {}))
-    found["cases"] = {name: done[name] for name in cases if name in done}
+    done = found["cases"] = dict(before.get("cases", {}))
     for name in cases:
         if options.only is None or any(part in name for part in options.only):
             done[name] = {"options": cases[name], **measure(cases[name], options.seconds)}
-            found["cases"] = {name: done[name] for name in cases if name in done}
             print(f"{name}: {describe_rates(done[name])}", flush=True)
             if options.out:
                 options.out.write_text(json.dumps(found, indent=1) + "\n")
     if options.page:
+        found["cases"] = {name: done[name] for name in cases if name in done}
         PAGE.write_text(replaced(PAGE.read_text(), "layouts", "python benchmarks/layouts.py cpu --page", table(found)))
 
 

@@ -9,6 +9,7 @@ import traceback
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
+from shlex import quote
 from typing import Any, TextIO
 
 from coterie.parallel.signals import on_signals
@@ -49,7 +50,7 @@ def carry_out(step: str, options: Namespace, work: Callable[[Starting], dict[str
 
 def report(summary: dict[str, Any]) -> int:
     """Print how a run has ended, and what to do next. Returns its exit code."""
-    folder, mean = summary["folder"], summary["mean_return"]
+    folder, mean = quote(str(summary["folder"])), summary["mean_return"]
     interrupted = summary["status"] == "interrupted"
     steps = "" if interrupted else "  # its callback may end it again" * bool(summary["reason"]) or " --steps N"
     lines = [

@@ -52,6 +52,8 @@ def train(options: Namespace, rest: list[str]) -> int:
         points, at_once = parse_grid(options.grid), parse_jobs(options.jobs)
         config = config_of(rest) if points else warned(rest, config_of(rest))
         seeds = parse_seeds(options.seeds) if options.seeds is not None else [config.seed]
+        if options.seeds is not None and any(word.partition("=")[0] == "--seed" for word in rest):
+            raise ConfigError("--seeds: cannot be combined with --seed")
         jobs = plan_runs(rest, config, seeds, points)
         if options.grid:  # refuse impossible values before anything runs
             for job in jobs[:: len(seeds)]:
@@ -242,8 +244,11 @@ def _typed() -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
-    with contextlib.suppress(OSError):  # the folder may be gone
+    try:
         typed_in(os.getcwd())  # not "", which children take for another folder
+    except OSError:  # MKL ends a process there
+        complain("the current folder is gone: cd to another one")
+        return 2
     try:
         if code := run(args, _typed() if argv is None else 0.0):
             return code

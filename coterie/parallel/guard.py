@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from shlex import quote
 
 import psutil
 
@@ -56,7 +57,7 @@ def main(pid: int, limit: float, folder: str) -> None:
         silent = 0.0 if ready else silent + min(now - last, 2.0) * _runs(pid)  # and this process may have been stopped
         last = now
     line = f"coterie: no sign of life for {silent:.0f} s (log.stall): foreign code holds the interpreter. It is ended"
-    print(f"{line}; go on with: coterie resume {folder}", file=sys.stderr, flush=True)
+    print(f"{line}; go on with: coterie resume {quote(folder)}", file=sys.stderr, flush=True)
     os.kill(pid, signal.SIGABRT)
     if not select.select([0], [], [], _TRACE_S)[0]:
         os.kill(pid, signal.SIGKILL)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from shlex import quote
 from typing import TypeVar
 
 from coterie.parallel.clock import awake
@@ -141,10 +142,18 @@ def refuse_run(folder: Path) -> None:
     try:
         if (folder / "config.json").exists():
             goes_on = any((folder / "checkpoints").glob("step_*"))
-            does = f"go on with `coterie resume {folder}` or" if goes_on else "without a checkpoint so far:"
+            does = f"go on with `coterie resume {quote(str(folder))}` or" if goes_on else "without a checkpoint so far:"
             raise ConfigError(f"out: {folder} already holds a run{';' if goes_on else ','} {does} name another")
     except OSError as error:
         raise CoterieError(f"out: cannot read {folder}: {reason_of(error)}") from None
+
+
+def was_killed(folder: Path) -> bool:
+    """Whether the process that trained a run is gone, though it left no summary. False if it was another machine's."""
+    with suppress(OSError, ValueError):
+        pid, _, host = (folder / _LOCK).read_text().removeprefix("pid ").strip().partition(" on ")
+        return host == socket.gethostname() and not Path(f"/proc/{int(pid)}").exists() and Path("/proc/self").exists()
+    return False
 
 
 @contextmanager

@@ -169,7 +169,7 @@ def parse_jobs(text: str | None) -> int:
 
 def parse_grid(axes: Sequence[str]) -> list[dict[str, str]]:
     """`optim.lr=1e-3,3e-4` and the like: every combination, the last axis fastest. Raises `ConfigError`."""
-    names, values = [], []
+    names, values = list[str](), list[list[str]]()
     for axis in axes:
         name, _, rest = axis.partition("=")
         each = re.findall(r"\[[^]]*\]|[^,]+", rest)  # a list in brackets is one value
@@ -179,7 +179,7 @@ def parse_grid(axes: Sequence[str]) -> list[dict[str, str]]:
             raise ConfigError(f"--grid: {name} cannot be in a grid; use --seeds or --out")
         if len(set(each)) < len(each):
             raise ConfigError(f"--grid: {axis!r} has a value twice")
-        if name in names:
+        if name.replace("-", "_") in [other.replace("-", "_") for other in names]:
             raise ConfigError(f"--grid: {name} is given twice")
         names.append(name)
         values.append(each)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from coterie.envs.make import make_rendered
 from coterie.envs.tasks import task_config, tasks
 from coterie.extras import needs
 from coterie.plugins import Part
-from coterie.types import ConfigError, CoterieError
+from coterie.runs.files import discard
+from coterie.types import ConfigError, CoterieError, reason_of
 
 _FPS = 30
 _MOST_FRAMES = 27_000
@@ -31,6 +33,7 @@ def watch(
         import imageio
     policy = load(folder, learner, trust=trust, **new)
     path = Path(out) if out else Path(folder) / "watch.mp4"
+    draft = path.parent / f".{path.name}"
     first = tasks(policy.config.env.id)[0]
     config = task_config(policy.config, first)  # the first of several tasks
     env = replace(config.env, decorrelate=0)
@@ -41,8 +44,9 @@ def watch(
         returns = np.full(envs.num_envs, np.nan)
         ts = envs.recv(0)
         try:
+            draft.touch()
             fps = max(1, round(60 / envs.spec.action_repeat)) if envs.spec.action_repeat > 1 else _FPS
-            with imageio.get_writer(path, fps=fps, macro_block_size=2) as video:
+            with imageio.get_writer(draft, fps=fps, macro_block_size=2) as video:
                 while frames < _MOST_FRAMES:
                     video.append_data(_even(render()))
                     frames += 1
@@ -51,11 +55,26 @@ def watch(
                         break
                     envs.send(0, player.act(ts.obs, ts.is_first, ts.reward, sampled))
                     ts = envs.recv(0)
+            if not _is_whole(draft, frames):  # imageio does not say that its ffmpeg failed
+                raise OSError("the video is not whole; the disk may be full")
+            draft.rename(path)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"--out: cannot write {path}: {' '.join(str(error).split())}") from None
+            reason = reason_of(error).partition(" FFMPEG COMMAND")[0]
+            raise ConfigError(f"--out: cannot write {path}: {reason}") from None
+        finally:
+            discard(path.parent, draft.name)
     if math.isnan(score := float(returns.mean())):
         raise CoterieError(f"the episode did not end within {_MOST_FRAMES} frames; {path} has its beginning")
     return path, score, frames
+
+
+def _is_whole(path: Path, frames: int) -> bool:
+    """Whether a video can be opened and, where its format tells, has these frames."""
+    import imageio
+
+    with suppress(OSError, RuntimeError, ValueError), imageio.get_reader(path) as video:
+        return not hasattr(video, "count_frames") or bool(video.count_frames() == frames)
+    return False
 
 
 def _even(frame: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 
 import gymnasium
@@ -11,6 +12,7 @@ import pytest
 import torch
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.spaces import Box, Dict, Discrete
+from imageio.plugins.ffmpeg import FfmpegFormat
 
 import coterie
 from coterie.build.evaluate import Trial, evaluate, evaluate_run, load
@@ -122,7 +124,7 @@ def test_a_recurrent_policy_outside_of_training_keeps_and_resets_its_state(tmp_p
 # imageio leaves its ffmpeg's pipes to the garbage collector.
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(("env", "size"), [("Pong-v5", (210, 160)), ("CartPole-v1", None)])
-def test_watch_writes_a_video_of_real_frames(tmp_path, env, size):
+def test_watch_writes_a_video_of_real_frames(tmp_path, env, size, monkeypatch):
     changes = {"env.num_envs": 2, "env.decorrelate": 0, "env.max_episode_steps": 40, "ppo.minibatch_size": 16}
     changes |= {"ppo.batch_size": 0, "algo.unroll_length": 8}
     coterie.train(small_ppo(tmp_path / "run", env=env, steps=10, **changes), quiet=True)
@@ -133,6 +135,13 @@ def test_watch_writes_a_video_of_real_frames(tmp_path, env, size):
     assert film[-1].std() > 1
     assert size in (None, film[0].shape[:2])
     assert score == (0 if size else frames - 1)  # forty steps of Pong score nothing; CartPole: a point for each step
+    with pytest.raises(ConfigError, match=r"^--out: cannot write /proc/a.mp4: No such file or directory$"):
+        watch(tmp_path / "run", "/proc/a.mp4")
+    before, write = path.read_bytes(), FfmpegFormat.Writer._close
+    monkeypatch.setattr(FfmpegFormat.Writer, "_close", lambda self: (write(self), os.truncate(self._filename, 99)))
+    with pytest.raises(ConfigError, match=r"watch.mp4: the video is not whole; the disk may be full$"):
+        watch(tmp_path / "run")
+    assert (path.read_bytes(), list(path.parent.glob(".*.mp4"))) == (before, [])
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")

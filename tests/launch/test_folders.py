@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 
 import pytest
 
 import coterie
+from coterie.cli.main import main
 from coterie.launch import session
 from coterie.runs.config_io import load_config, replace, save_config
+from coterie.runs.files import refuse_run
 from coterie.types import ConfigError, CoterieError
 from tests.support.runs import last_checkpoint, read_summary, small_ppo
 
@@ -79,3 +82,19 @@ def test_a_run_that_another_process_has_just_begun_is_left_alone(tmp_path, monke
     with pytest.raises(ConfigError, match="already holds a run"):
         coterie.train(small_ppo(out), quiet=True)
     assert (out / "config.json").read_text() == "another's"
+
+
+def test_a_current_folder_that_is_gone_is_one_line(tmp_path, monkeypatch, capsys):
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main(["list", "presets"]) == 2
+    assert capsys.readouterr().err == "coterie: the current folder is gone: cd to another one\n"
+
+
+def test_a_command_to_paste_quotes_a_folder_with_spaces(tmp_path):
+    (folder := tmp_path / "my run").mkdir()
+    (folder / "config.json").touch()
+    (folder / "checkpoints/step_1").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=re.escape(f"go on with `coterie resume '{folder}'`")):
+        refuse_run(folder)

@@ -1,16 +1,22 @@
-"""The league: its records, what a stopped run leaves, and README's table as they have it."""
+"""The league: its records, what a stopped run leaves, and README's table. What other benchmarks keep."""
 
+import json
 import os
 import re
 import signal
+import sys
 import threading
 
+import curves
+import layouts
 import league
 import league_entries
 import league_page
 import pytest
 
+from coterie.types import ConfigError
 from tests.support.waiting import wait_until
+from tests.tools.report.recorded import record
 
 
 def test_records():
@@ -69,3 +75,32 @@ def test_methods_are_compared_after_the_time_of_the_shortest_run():
         "| a2c | 1 | 1,000 | 200.0 | 2 x Intel Xeon |",
         "| sb3-a2c | 1 | 250 | 25.0 | 2 x Intel Xeon |",
     ]
+
+
+def test_layouts_keep_the_results_of_other_cases_and_machines(tmp_path, monkeypatch):
+    out, other = tmp_path / "a.json", '{"recorded": "2001-01-01", "cases": {"sac": {"error": "kept"}}}'
+    monkeypatch.setattr(layouts, "measure", lambda options, seconds: {"error": "made up"})
+
+    def names(kind):
+        monkeypatch.setattr(sys, "argv", ["layouts.py", kind, "--only", "inline, a3c, fp32", "dqn", "--out", str(out)])
+        layouts.main()
+        return list(json.loads(out.read_text())["cases"])
+
+    assert [*names("cpu"), "dqn", "dqn, no graphs"] == names("gpu")
+    out.write_text(other)
+    assert names("cpu") == ["inline, a3c, fp32"]
+    assert (tmp_path / "a-2001-01-01.json").read_text() == other
+
+
+def test_curves_have_at_most_200_points_of_a_run_and_outlive_a_typo(tmp_path, monkeypatch):
+    run = record(tmp_path / "a", "ppo")
+    lines = [json.dumps({"env_steps": n, "seconds": n, "mean_return": n}) for n in range(399)]
+    (run / "metrics.jsonl").write_text("\n".join(lines))
+    monkeypatch.setattr(curves, "CURVES", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["curves.py", "kept", str(run)])
+    curves.main()
+    sys.argv.append("typo")
+    with pytest.raises(ConfigError, match="typo"):
+        curves.main()
+    rows = (tmp_path / "kept.csv").read_text().splitlines()
+    assert (len(rows), rows[1], rows[-1]) == (201, "seed 0,0,0,0,0,", "seed 0,0,398,398,398,")

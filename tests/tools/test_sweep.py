@@ -79,7 +79,8 @@ def test_a_grid_has_every_combination(tmp_path):
         with pytest.raises(ConfigError, match="--grid"):
             parse_grid([bad])
     with pytest.raises(ConfigError, match="given twice"):
-        parse_grid(["optim.lr=1", "optim.lr=2"])
+        parse_grid(["env.num-envs=1", "env.num_envs=2"])
+    assert main([*TRAIN, "--seed", "5", "--seeds", "0..1"]) == 2
 
 
 @pytest.fixture
@@ -124,11 +125,14 @@ def test_a_stopped_sweep_has_its_exit_code_although_ctrl_c_has_ended_tee_too(tmp
 def test_jobs_go_on_although_nobody_reads_what_the_sweep_prints(tmp_path, monkeypatch):
     write, read = outputs("full pipe")
     monkeypatch.setattr(Job, "_command", lambda self, resumed: [sys.executable, "-c", "print('it ran')"])
-    monkeypatch.setattr(sys, "stdout", open(write, "w"))  # noqa: SIM115
+    monkeypatch.setattr(sys, "stdout", file := open(write, "w"))  # noqa: SIM115
     jobs = [Job(name, TRAIN[1:], tmp_path / name) for name in "ab"]
     assert run_jobs(jobs, 1) == 0
     assert [job.beside(".txt").read_text() for job in jobs] == ["it ran\n"] * 2
     os.close(read)
+    sys.stdout.close()  # in place of the file
+    with pytest.raises(BrokenPipeError):
+        file.close()
 
 
 def test_a_running_job_keeps_its_output(tmp_path):

@@ -6,6 +6,7 @@ import importlib.util
 import json
 from argparse import Namespace
 from pathlib import Path
+from shlex import quote
 
 from coterie.build.evaluate import load
 from coterie.extras import missing
@@ -40,5 +41,5 @@ def export(options: Namespace) -> int:
     difference = f"differs from PyTorch by at most {checked.largest:.1e} ({TOLERANCE:.0e} is allowed)"
     print(f"onnxruntime {difference}, on {checked.observations} observations")
     if options.web:
-        print(f"to watch it: python -m http.server --bind 127.0.0.1 --directory {folder}")
+        print(f"to watch it: python -m http.server --bind 127.0.0.1 --directory {quote(str(folder))}")
     return 0

@@ -8,6 +8,7 @@ import math
 import sys
 from dataclasses import asdict
 from itertools import product
+from tempfile import TemporaryFile
 from typing import Any
 
 from coterie.acting.table import ACTING
@@ -15,6 +16,7 @@ from coterie.config import Config
 from coterie.envs.make import make_spec
 from coterie.exchange.table import EXCHANGES
 from coterie.parallel.affinity import available_cores
+from coterie.runs.files import writing
 from coterie.tools.plan.layout import Hardware, layout
 from coterie.tools.plan.measure import measure, provenance
 from coterie.tools.plan.search import cheapest
@@ -36,13 +38,18 @@ def plan(config: Config, asked: argparse.Namespace) -> int:
         raise ConfigError(f"--seconds: {asked.seconds:g} is not a number of seconds from 1 to 86400")
     if asked.target is not None and not 0 < asked.target < math.inf:
         raise ConfigError(f"--target: {asked.target:g} is not a number of frames/s above 0")
-    if asked.save_services is not None:
-        asked.save_services.parent.mkdir(parents=True, exist_ok=True)
+    if (path := asked.save_services) is not None:  # before anything is measured
+        if path.is_dir():
+            raise ConfigError(f"--save-services: {path} is a folder")
+        with writing(path, "--save-services: "):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=path.parent).close()
     services = measure(config, asked.seconds) if asked.services is None else load(asked.services)
     if hardware.gpus and services.accelerator is None:
         raise ConfigError("--gpus: the services have no accelerator: measure them where there is one")
-    if asked.save_services is not None:
-        save(services, asked.save_services)
+    if path is not None:
+        with writing(path, "--save-services: "):
+            save(services, path)
     here, c = provenance(config), services.costs
     if other := [f"{k} {v}" for k, v in services.about.items() if v != here.get(k, v)]:
         print("coterie: the services were measured with other settings:", ", ".join(other), file=sys.stderr)

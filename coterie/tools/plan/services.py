@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from coterie.exchange.table import EXCHANGES
+from coterie.runs.files import write_whole
 from coterie.types import ConfigError, reason_of
+
+_MOST = 1e12  # of any number: with larger ones a simulated run may not end
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class Services:
 
 
 def save(services: Services, path: Path) -> None:
-    path.write_text(json.dumps(asdict(services), indent=1) + "\n")
+    write_whole(path, json.dumps(asdict(services), indent=1) + "\n")
 
 
 def load(path: Path) -> Services:
@@ -81,8 +84,20 @@ def load(path: Path) -> Services:
 def from_json(data: dict[str, Any]) -> Services:
     """The inverse of `asdict`."""
     accelerator = data.get("accelerator")
+    for name, value in data.items():
+        if name != "about" and (name, value) != ("accelerator", None):
+            _check(name, value)
     costs = {"costs": _costs(data["costs"]), "accelerator": accelerator and _costs(accelerator)}
-    return Services(**{**data, **costs})
+    return Services(**{**data, **costs, "about": dict(data.get("about", {}))})
+
+
+def _check(name: str, value: Any) -> None:
+    """Raise a `ValueError` unless each number in it is from 0 to `_MOST`."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            _check(f"{name}.{key}", each)
+    elif not isinstance(value, int | float) or not 0 <= value <= _MOST:
+        raise ValueError(f"{name} is {value!r:.40}, which is not a number from 0 to {_MOST:g}")
 
 
 def _costs(data: dict[str, Any]) -> Costs:

@@ -57,6 +57,8 @@ def replay(options: Namespace) -> int:
     last = max((result.steps for result in found), default=0)
     if options.to is not None and last < options.to and not any(result.difference for result in found):
         print(f"note: --to {options.to:,}: the record ends before it, at learner step {last:,}")
+    if edits and all(result.compared and result.switched is None for result in found):
+        print(f"note: --edit: it takes effect between rollouts, and no learner step up to {last:,} was made with it")
     print(f"in {time.monotonic() - begin:.0f} s")
     return int(any(result.difference for result in found))
 

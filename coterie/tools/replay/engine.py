@@ -161,14 +161,15 @@ class Replay:
         def look() -> None:
             nonlocal edited
             steps = learner.progress.learner_steps
-            if edited is not None and steps >= self.since:
+            ends = self.until is not None and steps >= self.until
+            if edited is not None and steps >= self.since and not ends:
                 comparison.rest()
                 switch(learner, edited)
                 edited, result.switched = None, steps
             keep()
             if rank in self._short:
                 result.steps = steps
-                if self.until is not None and steps >= self.until:
+                if ends:
                     self._short.discard(rank)
                     comparison.rest()
 

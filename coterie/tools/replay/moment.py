@@ -8,12 +8,13 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from coterie.algorithms.base import AnyAlgorithm, AnyBatch
 from coterie.learner import Observer
 from coterie.roles.learner_process import LearnerProcess
+from coterie.runs.files import write_whole
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Moment:
         groups = {"weights": self.weights, "gradient": self.gradient, "batch": dict(_tensors("", self.batch))}
         found = {f"{group}/{name}": x for group, each in groups.items() for name, x in each.items()}
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: x.detach().cpu().clone().contiguous() for name, x in found.items()}, path)
+        write_whole(path, save({name: x.detach().cpu().clone().contiguous() for name, x in found.items()}))
 
 
 class Hold(Observer):

@@ -21,8 +21,8 @@ from coterie.parallel.processes import location
 from coterie.parallel.signals import on_signals
 from coterie.tools.report.page import Page, Section, of_runs
 from coterie.tools.report.runs import read_json, read_run
-from coterie.tools.report.sections import Table
-from coterie.types import ConfigError, CoterieError, reason_of
+from coterie.tools.report.tables import Table
+from coterie.types import ConfigError, one_line, reason_of
 
 REFRESH_S = 10
 _LOG_LINES = 15
@@ -47,7 +47,7 @@ class Live:
     def html(self) -> str:
         """Draws charts if there is new data, and checks the health each time. Raises `CoterieError`."""
         with self.lock:  # one drawing at a time: it takes a second of a core that the run needs
-            now = tuple(path.stat().st_mtime_ns if path.exists() else 0 for path in map(self.folder.joinpath, _WATCHED))
+            now = tuple(_written(self.folder / name) for name in _WATCHED)
             if now != self.drawn:
                 run = read_run(self.folder)
                 page = of_runs([run], run.title, live=True)
@@ -56,6 +56,13 @@ class Live:
             page = self.page
         health = Section("Health", tables=[*_processes(self.folder), _log(self.folder)])
         return replace(page, parts=[page.parts[0], health, *page.parts[1:]]).html(refresh=REFRESH_S)
+
+
+def _written(path: Path) -> int:
+    """When a file was written, 0 where there is none: a resumed run removes its summary."""
+    with suppress(OSError):
+        return path.stat().st_mtime_ns
+    return 0
 
 
 def _processes(folder: Path) -> list[Table]:
@@ -67,9 +74,10 @@ def _processes(folder: Path) -> list[Table]:
     age = max(0.0, time.time() - report["unix"])
     rows = []
     for p in report["processes"]:
-        seen = f"{p['silent_s'] + age:.0f} s ago" if not here or psutil.pid_exists(p["pid"]) else "gone"
-        memory = "-" if p["rss_mb"] is None else f"{p['rss_mb']:,.0f}"
-        rows.append([p["name"], str(p["pid"]), seen, f"{p['env_steps']:,}", memory])
+        with suppress(KeyError, TypeError, ValueError):  # a row of another program, without a field of these
+            seen = f"{p['silent_s'] + age:.0f} s ago" if not here or psutil.pid_exists(p["pid"]) else "gone"
+            memory = "-" if p["rss_mb"] is None else f"{p['rss_mb']:,.0f}"
+            rows.append([p["name"], str(p["pid"]), seen, f"{p['env_steps']:,}", memory])
     head = ["process", "pid", "last heartbeat", "env steps acted", "memory, MB"]
     text = f"The run reported this {age:.0f} s ago; {report['restarts']} learners were restarted."
     if age > _SILENT_S:
@@ -100,8 +108,8 @@ def make_server(folder: str, port: int) -> ThreadingHTTPServer:
                 return self.send_error(HTTPStatus.NOT_FOUND)
             try:
                 body = live.html().encode()
-            except CoterieError as error:
-                return self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR, explain=str(error))
+            except Exception as error:
+                return self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR, explain=one_line(error))
             self.send_response(HTTPStatus.OK)
             for name, value in _HEADERS.items():
                 self.send_header(name, value)

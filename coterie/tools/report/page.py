@@ -14,7 +14,7 @@ from coterie.runs.config_io import to_dict
 from coterie.tools.report import sections
 from coterie.tools.report.charts import Chart
 from coterie.tools.report.runs import RecordedRun, methods, read_json
-from coterie.tools.report.sections import Table
+from coterie.tools.report.tables import Table, changes, checklist, outcomes, settings
 from coterie.types import ConfigError, Spec
 
 _LARGEST_VIDEO = 30 * 2**20
@@ -49,8 +49,8 @@ def of_runs(runs: Sequence[RecordedRun], title: str, live: bool = False) -> Page
     """A page about one run, or one that compares several. `live`: without the parts that never change."""
     found = methods(runs)
     charts, finals = sections.aggregates(found)
-    settings = sections.settings(found)
-    tables = [sections.outcomes(found), *([finals] if len(runs) > 1 else []), *([settings] if settings else [])]
+    differ = settings(found)
+    tables = [outcomes(found), *([finals] if len(runs) > 1 else []), *([differ] if differ else [])]
     if len(found) == 1 and not live and (changed := _changes(runs[0])) is not None:
         tables.append(changed)
     parts = [
@@ -58,7 +58,7 @@ def of_runs(runs: Sequence[RecordedRun], title: str, live: bool = False) -> Page
         Section("Runs", tables=tables),
         Section("Diagnostics", [chart for method in found for chart in sections.diagnostics(method)]),
         Section("Video", videos=[video for run in runs if not live and (video := _video(run)) is not None]),
-        Section("Reproducibility", tables=[sections.checklist(found)]),
+        Section("Reproducibility", tables=[checklist(found)]),
     ]
     last = max((line["env_steps"] for run in runs for line in run.lines), default=0)
     counts = f"{len(runs)} run{'s' * (len(runs) > 1)} of {len(found)} method{'s' * (len(found) > 1)}"
@@ -75,7 +75,7 @@ def _changes(run: RecordedRun) -> Table | None:
     try:
         spec = Spec.from_json(read_json(run.folder / "spec.json"))
         recorded = json.dumps(to_dict(presets.make(run.preset, run.env, spec)))  # as the run's own: with lists
-        return sections.changes(run, flat(json.loads(recorded)))
+        return changes(run, flat(json.loads(recorded)))
     except (ConfigError, KeyError, ValueError, TypeError):  # an older or damaged spec.json
         return None
 

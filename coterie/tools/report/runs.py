@@ -75,10 +75,10 @@ def read_run(folder: str | Path) -> RecordedRun:
     """Raises `ConfigError` if there is no run."""
     folder = Path(folder)
     try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
+        config = flat(json.loads((folder / "config.json").read_text()))
+    except (OSError, ValueError, AttributeError):  # the last: it holds no object
         raise ConfigError(f"{folder}: not a run folder (no readable config.json)") from None
-    return RecordedRun(folder, flat(config), read_metrics(folder), *(read_json(folder / name) for name in _MORE))
+    return RecordedRun(folder, config, read_metrics(folder), *(read_json(folder / name) for name in _MORE))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,35 +1,22 @@
-"""The charts and tables of a page: returns, aggregates over envs, diagnostics, outcomes and settings."""
+"""The charts of a page: returns, evaluations, aggregates over envs with their table, and diagnostics."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from coterie.envs.atari57 import human_normalized
 from coterie.envs.tasks import are_normalized, tasks
 from coterie.tools.report.charts import Chart, Line, heatmap, histogram, intervals, lines, stacked
-from coterie.tools.report.runs import Method, RecordedRun, differences, option_text
+from coterie.tools.report.runs import Method, RecordedRun
 from coterie.tools.report.stats import band, interquartile_mean, interval, on_grid
+from coterie.tools.report.tables import Table, final_return, number
 from coterie.types import Array
 
-_LAST = 0.1  # the share of a run's env steps that its final return is the mean of
 _ACTORS, _HOSTS = "stage/actor/", "stage/host/"
 Axis = tuple[str, str, Callable[[RecordedRun, str], tuple[Array, Array]]]
-
-
-@dataclass(frozen=True)
-class Table:
-    """`rows` under `head`, all of them text."""
-
-    title: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    text: str = ""
 
 
 def _per_kilojoule(run: RecordedRun, y: str) -> tuple[Array, Array]:
@@ -52,6 +39,12 @@ def _envs(methods: Sequence[Method]) -> list[str]:
     return list(dict.fromkeys(run.env for method in methods for run in method.runs))
 
 
+def _repeats(method: Method, env: str) -> bool:
+    """Whether a seed is there twice: such runs may be equal."""
+    runs = method.on(env)
+    return len({run.seed for run in runs}) < len(runs)
+
+
 def returns(methods: Sequence[Method], about: str = "") -> list[Chart]:
     """Returns per env step, second and kilojoule, a chart for each env: mean over seeds with a 95% band. `about`: what
     their titles begin with.
@@ -64,7 +57,8 @@ def returns(methods: Sequence[Method], about: str = "") -> list[Chart]:
             for method in methods:
                 grid, each = on_grid([series(run, run.score) for run in method.on(env)])
                 if len(grid) > 1:
-                    seeds = f", {len(each)} seeds" if len(each) > 1 else ""
+                    what = "runs" if _repeats(method, env) else "seeds"
+                    seeds = f", {len(each)} {what}" if len(each) > 1 else ""
                     curves.append(Line(f"{method.label}{seeds}", grid, *band(each)))
             if curves:
                 banded = any(curve.low is not None and np.isfinite(curve.low).any() for curve in curves)
@@ -91,20 +85,18 @@ def evaluations(methods: Sequence[Method]) -> list[Chart]:
     return found
 
 
-def final_return(run: RecordedRun) -> float:
-    """Mean over the last tenth of the run's env steps, NaN if no episode has ended."""
-    x, y = run.series(run.score)
-    return float(y[x >= x[-1] * (1 - _LAST)].mean()) if len(x) else math.nan
-
-
 def aggregates(methods: Sequence[Method]) -> tuple[list[Chart], Table]:
     """Interquartile mean of each method's final scores, with a bootstrap interval stratified by env.
 
     Over several Atari games the scores are human-normalized. Other envs have no common scale, so each is an aggregate
     by itself.
     """
-    envs = sorted(_envs(methods))
+    envs, alone = sorted(_envs(methods)), ""
     normalized = len(envs) > 1 and are_normalized(envs)
+    if normalized:  # else each method's mean would be over other games
+        shared = [env for env in envs if all(any(run.finished for run in method.on(env)) for method in methods)]
+        alone = ", ".join(env for env in envs if env not in shared)
+        envs, normalized = shared or envs, bool(shared)
     apart = len(envs) > 1 and not normalized
     rows: list[tuple[str, float, float, float]] = []
     for subset in [[env] for env in envs] if apart else [envs]:
@@ -128,6 +120,10 @@ def aggregates(methods: Sequence[Method]) -> tuple[list[Chart], Table]:
     )
     if left := sum(not run.finished for method in methods for run in method.runs):
         text += f" {left} unfinished runs are left out."
+    if normalized and alone:
+        text += f" Not every method has a finished run of {alone}, which are left out."
+    if any(_repeats(method, env) for method in methods for env in envs):
+        text += " Some runs of a method have the same seed."
     shown = [
         [label, number(value), f"{number(low)} to {number(high)}" if math.isfinite(low) else "needs several seeds"]
         for label, value, low, high in rows
@@ -218,78 +214,3 @@ def cosines(run: RecordedRun) -> Array | None:
     for (i, j), value in pairs.items():
         table[i, j] = table[j, i] = value
     return table
-
-
-def outcomes(methods: Sequence[Method]) -> Table:
-    """Each run's status and final metrics."""
-    rows = []
-    for method in methods:
-        for run in method.runs:
-            last = {**(run.lines[-1] if run.lines else {}), **run.summary}
-            evals = run.series("eval/return")[1]
-            energy = (run.summary.get("energy") or {}).get("frames_per_kj")
-            counts = [number(last.get(name)) for name in ("env_steps", "seconds", "env_steps_per_s")]
-            best = number(max(evals) if len(evals) else None)
-            scores = [number(final_return(run)), best, number(energy)]
-            status = str(last.get("status", "running"))
-            rows.append([str(run.folder), method.label, run.env, str(run.seed), status, *counts, *scores])
-    names = "run, method, env, seed, status, env steps, seconds, env steps/s, final return, best evaluation, frames/kJ"
-    return Table("Runs", names.split(", "), rows)
-
-
-def settings(methods: Sequence[Method]) -> Table | None:
-    """The options in which the methods differ; None if they have the same."""
-    differ = {k: values for k, values in differences([m.runs[0] for m in methods]).items() if k != "env.id"}
-    rows = [[name, *map(option_text, values)] for name, values in differ.items()]
-    return Table("What differs", ["option", *(method.label for method in methods)], rows) if rows else None
-
-
-def changes(run: RecordedRun, default: dict[str, Any]) -> Table | None:
-    """The options that the user changed from the preset's `default`, which is as flat as the run's config. A resolved
-    `auto` is no change.
-    """
-    rows = [
-        [name, option_text(default.get(name)), option_text(value)]
-        for name, value in run.config.items()
-        if value != default.get(name) and name not in ("seed", "out") and not _is_auto(name, default.get(name))
-    ]
-    return Table(f"Changed from preset {run.preset}", ["option", "preset", "here"], rows) if rows else None
-
-
-def _is_auto(name: str, value: Any) -> bool:
-    return value == "auto" or (name in ("env.num_envs", "env.threads", "env.groups") and value == 0)
-
-
-def checklist(methods: Sequence[Method]) -> Table:
-    """The machine learning reproducibility checklist (Pineau et al. 2020), as far as runs record the answers."""
-    runs = [run for method in methods for run in method.runs]
-    machines = [run.machine for run in runs if run.machine]
-
-    def each(values: Iterable[str]) -> str:
-        counts = Counter(values)
-        if not counts:
-            return "not recorded (the run is not finished, or is of an older version)"
-        return "; ".join(f"{value} ({n} runs)" if len(counts) > 1 else value for value, n in counts.items())
-
-    seeds = sorted({run.seed for run in runs})
-    hours = sum(float(run.lines[-1]["seconds"]) for run in runs if run.lines) / 3600
-    rows = [
-        ["command", each(m["command"] for m in machines)],
-        ["settings", "config.json of each run's folder: `coterie train FOLDER/config.json --out NEW` repeats the run"],
-        ["how settings were chosen", "not known to this page: add it where you publish it"],
-        ["runs", f"{len(runs)}, of {len(methods)} methods; all runs given to this page are shown"],
-        ["seeds", ", ".join(map(str, seeds))],
-        ["measure", "undiscounted return of whole training episodes, mean of the last 100; evaluations where drawn"],
-        ["central tendency and variation", "mean over seeds, interquartile mean; 95% bootstrap intervals over seeds"],
-        ["software", each(", ".join(f"{k} {v}" for k, v in m["versions"].items()) for m in machines)],
-        ["computing", each(f"{m['processor']}, {m['cores']} cores, {m['gpus']} GPUs" for m in machines)],
-        ["system", each(m["system"] for m in machines)],
-        ["time", f"{hours:.2f} h of all runs together"],
-    ]
-    return Table("Reproducibility", ["question", "answer"], rows)
-
-
-def number(value: float | None) -> str:
-    if value is None or not math.isfinite(value):
-        return "-"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -15,7 +15,7 @@ from coterie.tools.report.charts import HEAD
 from coterie.tools.report.command import save
 from coterie.tools.report.page import Page, Section
 from coterie.tools.report.runs import Method
-from coterie.tools.report.sections import Table, checklist, outcomes
+from coterie.tools.report.tables import Table, checklist, outcomes
 from coterie.tools.reproduce.drawings import Drawing, named
 from coterie.tools.reproduce.figure import FIGURES, Figure, Result, Size
 from coterie.tools.reproduce.runs import estimate, evaluate, gather, planned, sized

@@ -11,8 +11,9 @@ import numpy as np
 from coterie.envs.atari57 import human_normalized
 from coterie.tools.report.charts import Chart, Line, intervals, lines
 from coterie.tools.report.runs import Method, RecordedRun
-from coterie.tools.report.sections import Table, final_return, number, returns
+from coterie.tools.report.sections import returns
 from coterie.tools.report.stats import band
+from coterie.tools.report.tables import Table, final_return, number
 from coterie.tools.reproduce.figure import Arm, Figure, Result, Size
 from coterie.tools.reproduce.measures import MEASURES, Measure, average, order, spread
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from coterie.algorithms.table import ALGORITHMS
 from coterie.tools.report.runs import RecordedRun
-from coterie.tools.report.sections import cosines, final_return, number
+from coterie.tools.report.sections import cosines
+from coterie.tools.report.tables import final_return, number
 from coterie.types import Array
 
 _HOUR_STEPS = 50_000_000  # env steps of a run of the papers, whose hours are compared

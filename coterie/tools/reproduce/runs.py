@@ -71,9 +71,10 @@ def evaluate(figure: Figure, results: Sequence[Result]) -> int:
             best = max(result.of(env), key=order).folder
             if (newest := checkpoint.latest(best / "checkpoints")) is not None:
                 stem = best.with_name(f"{best.name}-{newest.name}-eval{figure.evaluate}")
-                args = (str(best), "--episodes", str(figure.evaluate))
+                args = (str(best.resolve()), "--episodes", str(figure.evaluate))
                 jobs[id(result), env] = Job(f"evaluation of {best.name}", args, stem, "eval")
-    code = run_jobs(list(jobs.values()), 1) if jobs else 0
+    todo = [job for job in jobs.values() if job.report() is None]  # its name says all, wherever the folder is now
+    code = run_jobs(todo, 1) if todo else 0
     for result in results:
         for env in result.envs:
             if (id(result), env) in jobs and (report := jobs[id(result), env].report()) is not None:

@@ -11,8 +11,9 @@ import numpy as np
 from coterie.envs.atari57 import human_normalized
 from coterie.tools.report.charts import Line, lines
 from coterie.tools.report.runs import RecordedRun
-from coterie.tools.report.sections import AXES, Table, consensus_chart, cosine_chart, final_return, number
+from coterie.tools.report.sections import AXES, consensus_chart, cosine_chart
 from coterie.tools.report.stats import on_grid
+from coterie.tools.report.tables import Table, final_return, number
 from coterie.tools.reproduce.drawings import Drawing, all_envs, bars, best_three, curves, energy, human, swept, table
 from coterie.tools.reproduce.figure import Figure, Result, Size
 from coterie.tools.reproduce.measures import MEASURES, Measure, average, rate, spread

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from coterie.tools.report.sections import Table, number
+from coterie.tools.report.tables import Table, number
 from coterie.tools.reproduce.drawings import all_envs, named
 from coterie.tools.reproduce.figure import Arm, Check, Figure, Result
 from coterie.tools.reproduce.measures import MEASURES, Measure

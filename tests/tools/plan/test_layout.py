@@ -242,13 +242,16 @@ def test_plan_says_where_the_services_were_measured_with_something_else(tmp_path
         )
 
 
-def test_plan_makes_the_folder_of_the_services_before_it_measures(tmp_path, monkeypatch):
+def test_plan_makes_the_folder_of_the_services_before_it_measures(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "measure", lambda config, seconds: services())
     assert main([*PLAN, *SHORT, "--save-services", str(tmp_path / "new" / "s.json")]) == 0
     assert load(tmp_path / "new" / "s.json") == services()
     (tmp_path / "file").touch()
+    capsys.readouterr()
     monkeypatch.setattr(command, "measure", None)
-    assert main([*PLAN, "--save-services", str(tmp_path / "file" / "s.json")]) == 1
+    for bad in (tmp_path / "file" / "s.json", tmp_path, "/proc/s.json"):
+        assert main([*PLAN, "--save-services", str(bad)]) == 2
+        assert capsys.readouterr().err.startswith("coterie: --save-services: ")
 
 
 def test_plan_prints_the_cheapest_layout_for_a_target_or_that_there_is_none(given, capsys):

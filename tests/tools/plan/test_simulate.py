@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import math
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -265,8 +266,12 @@ def test_measured_services_are_saved_and_loaded(tmp_path):
     assert load(tmp_path / "s.json") == some
 
 
+WRONG = [{"accelerator": asdict(replace(COSTS, train=LinearCost(x)))} for x in (-1, "x", math.inf)]
+WRONG += [{"env_cv": math.nan}, {"env_cv": 10**400}, {"about": 3}]
+
+
 @pytest.mark.parametrize(
-    "change", [{"costs": None}, {"costs": {"act": 3}}, {"alone": {}}, {"valid": 2}, {"action_repeat": "much"}]
+    "change", [{"costs": None}, {"costs": {"act": 3}}, {"alone": {}}, {"valid": 2}, {"action_repeat": "much"}, *WRONG]
 )
 def test_a_file_that_is_not_of_services_is_refused(tmp_path, change):
     save(services(), tmp_path / "s.json")

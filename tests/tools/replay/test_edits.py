@@ -55,6 +55,17 @@ def test_a_setting_is_switched_at_a_learner_step(tmp_path, kind):
         assert torch.equal(found[0], found[-1]) == (edit is None), edit
 
 
+def test_an_edit_that_no_learner_step_was_made_with_is_said(tmp_path, capsys):
+    """A rollout of ppo has 8 of them."""
+    run(tmp_path / "run", **RUNS["ppo"])
+    note = "note: --edit: it takes effect between rollouts, and no learner step up to 16 was made with it\n"
+    for end, made in (("14", False), ("17", True)):
+        asked = ["--from", "10", "--to", end, "--edit", "optim.lr=0.1"]
+        assert main(["replay", str(tmp_path / "run"), *asked]) == 0
+        out = capsys.readouterr().out
+        assert (note in out, "up to learner step 16, and from there on it has other" in out) == (not made, made)
+
+
 @pytest.mark.parametrize(
     ("layout", "edit"),
     [

@@ -151,6 +151,9 @@ def test_a_learner_step_is_exported_and_holds_what_the_update_was_made_of(tmp_pa
     run(folder, **LAYOUTS["impala"], **{"optim.rule": "rmsprop", "optim.max_grad_norm": 0.0})
     assert main(["replay", str(folder), "--export-step", "5", "--to", "5"]) == 0
     assert f"{folder}/learner_step_5.safetensors: the batch, the gradient" in capsys.readouterr().out
+    assert main(["replay", str(folder), "--export-step", "5", "--to", "5", "--out", "/proc/a.safetensors"]) == 2
+    line = "coterie: --out: cannot write to /proc/a.safetensors: No such file or directory\n"
+    assert capsys.readouterr().err == line
     kept = load_file(folder / "learner_step_5.safetensors")
     seen = list[tuple[int, Any, Any]]()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from coterie.tools.report.dashboard import make_server
+from coterie.tools.report.dashboard import Live, make_server
 from coterie.types import ConfigError
 from tests.support.commands import Command
 from tests.support.http import serving
@@ -49,7 +49,8 @@ def test_the_live_page_follows_the_run(tmp_path):
             {"name": "actor 1", "pid": gone.pid, "silent_s": 9.0, "env_steps": 1, "rss_mb": None},
         ],
     }  # fmt: skip
-    (run / "processes.json").write_text(json.dumps(report))
+    foreign = [{"name": "foreign"}, {**report["processes"][0], "name": "foreign", "env_steps": "many"}, 3]
+    (run / "processes.json").write_text(json.dumps({**report, "processes": [*foreign, *report["processes"]]}))
     (run / "log.txt").write_text("2026-01-01 <b>something</b> happened\n")
     with served(run) as port:
         status, first = ask(port)
@@ -64,6 +65,7 @@ def test_the_live_page_follows_the_run(tmp_path):
             "<svg",
         ):
             assert words in first, words
+        assert "foreign" not in first
         assert re.search(r"1[0-9]\d s ago", first)  # the run is silent, too
         (run / "processes.json").write_text(json.dumps(report | {"unix": time.time()}))
         assert "the run hangs" not in ask(port)[1]
@@ -90,6 +92,17 @@ def test_the_dashboard_answers_only_the_page_and_only_loopback(tmp_path):
         status, text = ask(port)
         assert status == 500
         assert "damaged" in text
+        (run / "metrics.jsonl").write_text('{"env_steps": "x"}\n')
+        status, text = ask(port)
+        assert status == 500
+        assert "Error: " in text
+
+
+def test_a_resume_may_remove_the_summary_at_any_time(tmp_path, monkeypatch):
+    run = record(tmp_path / "a", "ppo")
+    (run / "summary.json").unlink()
+    monkeypatch.setattr(Path, "exists", lambda self: True)  # before it was removed
+    assert "Status: running" in Live(run).html()
 
 
 def acting(run: Path) -> bool:

@@ -86,8 +86,8 @@ def axis_labels(svg: ET.Element) -> list[list[str]]:
 
 
 def test_every_axis_has_a_label_with_its_unit(page, tmp_path):
-    on = {"ppo": "Pong-v5", "a2c": "Breakout-v5"}
-    games = [read_run(record(tmp_path / preset, preset, env__id=env)) for preset, env in on.items()]
+    on = [(preset, env) for preset in ("ppo", "a2c") for env in ("Pong-v5", "Breakout-v5")]
+    games = [read_run(record(tmp_path / f"{preset}{env}", preset, env__id=env)) for preset, env in on]
     several = read_run(add(record(tmp_path / "tasks", "ppo", env__id="Pong-v5,Breakout-v5"), score=0.5))
     drawn = [chart for text in (page.read_text(), of_runs(games, "").html(), of_runs([several], "").html())
              for chart in charts(text)]  # fmt: skip

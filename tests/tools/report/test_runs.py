@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 
 import numpy as np
 import pytest
 
 from coterie.tools.report.runs import differences, find_runs, methods, read_run
-from coterie.tools.report.sections import AXES, aggregates, final_return
+from coterie.tools.report.sections import AXES, aggregates, returns
 from coterie.tools.report.stats import band, interquartile_mean, interval, on_grid
+from coterie.tools.report.tables import final_return, outcomes
 from coterie.types import ConfigError
 from tests.tools.report.recorded import record
 
@@ -71,6 +74,31 @@ def test_scores_of_atari_games_are_human_normalized(tmp_path):
     assert float(row[1]) == pytest.approx(1.0, abs=0.01)  # the published human scores, which are 1
 
 
+def test_methods_are_compared_over_the_games_that_all_have_finished(tmp_path):
+    for name, env, level in (("a2c", "Pong-v5", 14), ("a2c", "Breakout-v5", 9), ("ppo", "Pong-v5", 13)):
+        record(tmp_path / f"{name}{env}", name, env=env, level=level)
+    _, table = aggregates(methods(find_runs([str(tmp_path)])))
+    first, second = (float(row[1]) for row in table.rows)  # of a2c and ppo on Pong
+    assert first > second
+    assert "Not every method has a finished run of Breakout-v5" in table.text
+
+
+def test_runs_with_the_same_seed_are_not_called_seeds(tmp_path):
+    for k in range(2):
+        record(tmp_path / f"p{k}", "ppo", seed=3, env="Pong-v5")
+    found = methods(find_runs([str(tmp_path)]))
+    assert "the same seed" in aggregates(found)[1].text
+    assert "ppo, 2 runs" in str(returns(found))
+
+
+def test_a_run_whose_process_is_gone_is_not_running(tmp_path):
+    for name, pid in (("gone", 2**22 + 1), ("on", os.getpid())):
+        record(tmp_path / name, "ppo")
+        (tmp_path / name / "summary.json").unlink()
+        (tmp_path / name / ".lock").write_text(f"pid {pid} on {socket.gethostname()}\n")
+    assert [row[4] for row in outcomes(methods(find_runs([str(tmp_path)]))).rows] == ["killed", "running"]
+
+
 def test_envs_without_human_scores_have_no_common_scale(tmp_path):
     record(tmp_path / "c", "ppo", env="CartPole-v1", level=500)
     record(tmp_path / "l", "ppo", env="LunarLander-v3", level=200)
@@ -92,9 +120,10 @@ def test_energy_accumulates_over_a_resume(tmp_path):
 def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="not a run folder"):
         read_run(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="not a run folder"):
-        find_runs([str(tmp_path)])
+    for damaged in ("{", "[1]"):
+        (tmp_path / "config.json").write_text(damaged)
+        with pytest.raises(ConfigError, match="not a run folder"):
+            find_runs([str(tmp_path)])
     record(tmp_path / "sub/a", "ppo")
     with pytest.raises(ConfigError, match="given twice"):
         find_runs([str(tmp_path / "sub"), str(tmp_path / "sub/a")])
