@@ -196,10 +196,10 @@ def valid(seen: list[Rollout]) -> int:
     return sum(int(r.mask.sum()) for r in seen)
 
 
-def still(count: Callable[[], int]) -> int:
-    """What it comes to when nothing more happens."""
+def still(count: Callable[[], int], least: int = 0) -> int:
+    """What it comes to when nothing more happens, once it is at least so much."""
     before = -1
-    while (now := count()) != before:
+    while (now := count()) != before or now < least:
         before = now
         time.sleep(QUIET_S)
     return now

@@ -144,6 +144,7 @@ def test_lives_that_end_anywhere_are_never_mixed_and_every_row_is_counted(rig, s
     for client in clients:
         client.leave()
     central = one.central
+    wait_until(lambda: not any(client.stream.counted for client in clients), what="all have left")
     still(lambda: central.produced + central.dropped + central.inbox.qsize())
     check(seen)
     assert len({int(x) for r in seen for x in r.obs[0, :, 1] // 1000}) > 5

@@ -154,7 +154,7 @@ def test_closing_central_acting_ends_both_threads(rig, when):
         clients = [Client(one, n).go() for n in range(2)]
         one.central.publish(0)
         if when == "full":
-            still(lambda: sum(c.answered for c in clients))
+            still(lambda: sum(c.answered for c in clients), 2 * UNROLL * (3 + 2))
     begin = time.monotonic()
     one.close()
     assert time.monotonic() - begin < WAIT_S / 2

@@ -122,9 +122,9 @@ def test_without_a_free_batch_no_host_is_answered_until_there_is_one(rig):
     clients = [Client(one, n).go() for n in range(2)]
     source = one.rollouts()
     seen = [next(source)]
-    count = still(lambda: sum(c.answered for c in clients))
     # 3 batches, in each stream two rollouts that wait for one, less the one row that is due.
-    assert count <= 2 * UNROLL * (3 + 2)
+    count = 2 * UNROLL * (3 + 2)
+    assert still(lambda: sum(c.answered for c in clients), count) == count
     seen.append(next(source))
     wait_until(lambda: sum(c.answered for c in clients) > count, what="they go on")
     seen += islice(source, 10)
@@ -148,7 +148,7 @@ def test_in_lockstep_all_act_together_and_wait_for_the_weights(rig):
         r = next(source)
         assert (r.policy_version == step).all()
         assert r.env_id.tolist() == [0, 1, 2, 3]
-        count = still(lambda: len(one.batches))
+        count = still(lambda: len(one.batches), (step + 1) * (UNROLL + 1))
         assert count == (step + 1) * (UNROLL + 1), "one row more than there are actions: the last one's value"
         if step == 0:
             check([r])
@@ -178,7 +178,7 @@ def test_in_lockstep_a_host_that_returns_makes_the_one_rollout_that_it_owes(rig,
     if not whole:
         clients[1].going = False  # after one answer more
         learner.start()
-        still(lambda: len(one.batches))
+        still(lambda: sum(c.answered for c in clients), 3 * (4 * UNROLL + 1))
     for _ in range(1 + twice):
         clients[1] = clients[1].again()
     if whole:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -130,7 +130,7 @@ def test_a_machine_without_a_listening_one_gives_up(machine):
 
 def test_an_address_that_is_no_name_ends_the_wait_for_the_store():
     client = RendezvousClient(Settings(("a..b", 1), 0, "it", 1, PATIENCE_S, TIMING), "x")
-    wait_until(lambda: "label" in client.silent, 3, "the error")
+    wait_until(lambda: "label" in client.silent, PATIENCE_S, "the error")
 
 
 def test_a_machine_that_is_lost_while_a_group_forms_leaves_the_others_with_equal_weights(machine):
@@ -176,7 +176,7 @@ def test_no_group_forms_without_the_listening_machine():
     be the listening machine.
     """
     store = SignedStore(TCPStore("127.0.0.1", free_port(), None, True, wait_for_workers=False), TOKEN)
-    settings = Settings(("127.0.0.1", 1), 1, "it", 1, PATIENCE_S, TIMING)
+    settings = Settings(("127.0.0.1", 1), 1, "it", 1, PATIENCE_S, replace(TIMING, silent=PATIENCE_S))
     host = RendezvousHost(store, settings, "first", lambda line: None)
     try:
         for number, uid in enumerate(("here other", "here first"), 1):
@@ -187,7 +187,7 @@ def test_no_group_forms_without_the_listening_machine():
             if uid == "here other":
                 time.sleep(4 * TIMING.settle)
                 assert not store.check(["call/1"])
-        wait_until(lambda: store.check(["call/1", "call/2"]), 10, "both have a place")
+        wait_until(lambda: store.check(["call/1", "call/2"]), PATIENCE_S, "both have a place")
         place = json.loads(store.get("call/1"))
         assert (place["size"], place["source"]) == (2, 1)
     finally:

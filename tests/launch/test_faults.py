@@ -12,6 +12,7 @@ from contextlib import suppress
 
 import pytest
 
+import coterie
 from coterie.cli.main import main
 from coterie.runs import checkpoint
 from coterie.runs.metrics import read_metrics
@@ -26,6 +27,11 @@ from tests.support.runs import (
     last_line,
     read_summary,
 )
+
+
+class Stop(coterie.Callback):
+    def should_stop(self, run):
+        return (run.folder / "stop").exists()
 
 
 @pytest.mark.parametrize(
@@ -46,7 +52,7 @@ def test_a_process_that_hangs_is_killed_and_the_run_goes_on(meddler, options, ex
         meddler.saves_again()
         meddler.interrupt()
 
-    assert meddler.run(options(meddler.out, exchange, **ENDLESS, **{"log.stall": 12}), stop) == 75
+    assert meddler.run(options(meddler.out, exchange, **ENDLESS, **{"log.stall": 20}), stop) == 75
     check_rows(meddler.out)
     for other in ("learner 0", "actor 0", "host 0"):
         assert f"{other} hung" not in meddler.log()
@@ -65,7 +71,7 @@ def test_a_process_that_hangs_is_killed_and_the_run_goes_on(meddler, options, ex
 )
 def test_a_run_that_was_stopped_for_longer_than_its_time_outs_goes_on(command, options, exchange):
     """As by Ctrl-Z, a container that is frozen, or a machine that is paused."""
-    limits = {"log.stall": 12, "env.timeout": 12, "env.id": "coterie.envs.testing:CountingEnv"}
+    limits = {"log.stall": 20, "env.timeout": 20, "env.id": "coterie.envs.testing:CountingEnv"}
     run = command(options, exchange, **{"learners": 1 + (exchange != "solo"), **ENDLESS, **limits})
     run.until(run.line, "it trains")
     before = run.line()["env_steps"]
@@ -147,23 +153,22 @@ def test_without_restarts_a_killed_process_ends_the_run(capsys, meddler, options
     meddler.check_nothing_left()
 
 
-@pytest.mark.parametrize(("exchange", "rank", "steps"), [("allreduce", 0, 1500), ("gossip", 1, 3000)])
-def test_a_killed_learner_comes_back_and_every_row_is_accounted_for(meddler, tally, exchange, rank, steps):
+@pytest.mark.parametrize(("exchange", "rank"), [("allreduce", 0), ("gossip", 1)])
+def test_a_killed_learner_comes_back_and_every_row_is_accounted_for(meddler, tally, exchange, rank):
     out, known = meddler.out, []
 
     def kill() -> None:
         meddler.at_work()
-        known.append(last_checkpoint(out)[1]["learners"][rank]["learned"])
         known.append(meddler.kill(rank))
         meddler.saves_again()
+        at = last_checkpoint(out)[1]["learners"][rank]["learned"]
+        meddler.until(lambda: last_checkpoint(out)[1]["learners"][rank]["learned"] > at, "it learns again")
+        (out / "stop").touch()
 
-    changes = {"steps": steps, "log.checkpoint_every": 0.4, "env.num_envs": 4, "env.groups": 1}
-    changes |= {"algo.unroll_length": 8}
-    assert meddler.run(inline_options(out, exchange, **tally.options, **changes), kill) == 0
+    changes = {**ENDLESS, **tally.options, "env.num_envs": 4, "env.groups": 1, "algo.unroll_length": 8}
+    assert meddler.run(inline_options(out, exchange, callbacks=f"{__name__}:Stop", **changes), kill) == 0
     summary = check_accounts(out)
-    assert summary["status"] == "finished"
-    assert summary["env_steps"] >= steps
-    assert summary["restarts"] == 1
+    assert (summary["status"], summary["restarts"]) == ("finished", 1)
     assert all(summary["digests"])
     log, rows, starts = meddler.log(), summary["rows"], [one for one, _ in meddler.started]
     assert f"learner {rank} was killed by SIGKILL" in log
@@ -173,8 +178,7 @@ def test_a_killed_learner_comes_back_and_every_row_is_accounted_for(meddler, tal
     else:
         assert starts == [0, 1] * 2
         (back,) = re.findall(r"go back to step_(\d+)", log)
-        assert rows["rolled_back"] >= max(0, known[1] - int(back))
-    assert last_checkpoint(out)[1]["learners"][rank]["learned"] > known[0]  # the restarted learner has learned
+        assert rows["rolled_back"] >= max(0, known[0] - int(back))
     # The envs' own count: only rows of unfinished rollouts are not in the accounts.
     kills = 1 if exchange == "gossip" else 2  # the other is killed with the one
     assert 0 <= tally.steps - rows["produced"] <= kills * 4 * 8
@@ -182,7 +186,7 @@ def test_a_killed_learner_comes_back_and_every_row_is_accounted_for(meddler, tal
 
 
 @pytest.mark.parametrize("exchange", ["allreduce", "hogwild", "store"])
-def test_a_killed_learner_costs_what_it_was_at_and_no_more(meddler, tally, exchange):
+def test_a_killed_learner_costs_what_it_was_at_and_no_more(meddler, tally, exchange, monkeypatch):
     """There is no checkpoint after the first: the others save what they have when the one is gone."""
     known = []
 
@@ -191,9 +195,10 @@ def test_a_killed_learner_costs_what_it_was_at_and_no_more(meddler, tally, excha
         os.kill(meddler.pid(1), signal.SIGKILL)
         begin = time.monotonic()
         known.append(meddler.steps())
+        monkeypatch.setattr(checkpoint, "sync", lambda path: time.sleep(0.1))  # the disk is slow, and the others wait
         meddler.until(lambda: meddler.starts(1) == 2, "it is started again")
         meddler.until(lambda: meddler.steps() > known[0] + 200, "it goes on")
-        assert time.monotonic() - begin < 30  # 10 s on a machine of its own: test_effective_time.py
+        assert time.monotonic() - begin < 60  # 10 s on a machine of its own: test_effective_time.py
         meddler.interrupt()
 
     rollouts = {"env.num_envs": 4, "env.groups": 1, "algo.unroll_length": 8}
@@ -209,11 +214,14 @@ def test_a_killed_learner_costs_what_it_was_at_and_no_more(meddler, tally, excha
 
 def test_what_was_learned_survives_the_death_of_all_learners_at_the_same_moment(meddler):
     def kill_both() -> None:
-        meddler.until(lambda: meddler.saved() >= 2500, "most of the run")
+        meddler.until(lambda: meddler.saved() >= 2500, "it has learned for a while")
         for pid in [meddler.pid(rank) for rank in range(2)]:
             os.kill(pid, signal.SIGKILL)
+        meddler.until(lambda: len(meddler.started) == 4, "they are started again")
+        meddler.saves_again()
+        (meddler.out / "stop").touch()
 
-    changes = {"steps": 6000, "log.checkpoint_every": 0.2, "env.delay": 0.01}
+    changes = {**ENDLESS, "log.checkpoint_every": 0.2, "callbacks": f"{__name__}:Stop"}
     assert meddler.run(inline_options(meddler.out, "store", **changes), kill_both) == 0
     assert check_accounts(meddler.out)["restarts"] == 1
     assert len(meddler.started) == 4
@@ -227,7 +235,8 @@ def test_gossip_finishes_without_a_learner_that_dies_at_the_end(meddler):
     out = meddler.out
 
     def kill_the_last() -> None:
-        # Learner 0 has reached the total while learner 1 is in a rollout of 3 s.
+        meddler.until(lambda: meddler.steps() > 0, "a line of metrics")
+        os.kill(meddler.pid(1), signal.SIGSTOP)  # it stays in its rollout of 3 s
         meddler.until(lambda: meddler.steps() >= 1200, "learner 0 has ended its training")
         os.kill(meddler.pid(1), signal.SIGKILL)
 

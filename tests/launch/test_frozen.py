@@ -21,7 +21,7 @@ def test_a_process_that_freezes_while_it_waits_is_killed_and_the_run_goes_on(med
         meddler.saves_again()
         meddler.interrupt()
 
-    changes = {**ENDLESS, "log.stall": 8, "model.torso": "frozen:torso"}
+    changes = {**ENDLESS, "log.stall": 14, "model.torso": "frozen:torso"}
     assert meddler.run(decoupled_options(meddler.out, **changes), watch) == 75
     check_rows(meddler.out)
     assert meddler.log().count(" hung (") == 1  # no other that waits is taken for it
@@ -32,7 +32,7 @@ def test_a_run_of_one_process_that_freezes_ends_and_says_where_it_was(command, t
     """No thread of Python can do that. What resumes it, such as a batch system, goes on from the last checkpoint."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
     (tmp_path / "frozen.py").write_text(FROZEN)
-    changes = {**ENDLESS, "learners": 1, "log.stall": 8, "model.torso": "frozen:torso"}
+    changes = {**ENDLESS, "learners": 1, "log.stall": 14, "model.torso": "frozen:torso"}
     run = command(inline_options, "solo", **changes)
     run.end(code=-signal.SIGABRT)
     text = run.text()

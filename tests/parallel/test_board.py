@@ -137,7 +137,7 @@ def test_a_blocked_process_is_not_the_one_that_hangs():
 
 def wait_for_others(post: Post, board: Board, row: int, how: str) -> None:
     """For ever; where it is `held`, foreign code holds the interpreter."""
-    with shown_alive(board, row, 2.0), board.blocked(row):
+    with shown_alive(board, row, 4.0), board.blocked(row):
         post("waits", None)
         if how == "held":
             threading.Thread(target=ctypes.PyDLL(None).sleep, args=(60,), daemon=True).start()
@@ -154,15 +154,15 @@ def test_a_process_that_is_frozen_while_it_waits_is_noticed_and_one_that_waits_i
     try:
         said = [kind for child in children for _, kind, _ in listen([child], 60.0)]
         assert said == ["waits"] * 3
-        pids, end = {row: child.process.pid for row, child in enumerate(children)}, time.monotonic() + 8
+        pids, end = {row: child.process.pid for row, child in enumerate(children)}, time.monotonic() + 12
         while time.monotonic() < end:
             board.heartbeat(3)
-            stalled = heartbeats.stalled(board, pids | {3: None}, 2.0)
+            stalled = heartbeats.stalled(board, pids | {3: None}, 4.0)
             late |= {stalled[0]} if stalled else set()
             time.sleep(0.05)
         assert late == {2}
         board.start(2)  # another process takes its place
-        assert heartbeats.stalled(board, pids | {3: None}, 2.0) is None
+        assert heartbeats.stalled(board, pids | {3: None}, 4.0) is None
     finally:
         for child in children:
             child.kill()

@@ -162,7 +162,7 @@ def test_a_panel_goes_on_after_a_write_that_failed(clock: Clock) -> None:
 @pytest.mark.parametrize("terminal", [False, True])
 @pytest.mark.parametrize("blocks", [False, True])
 def test_a_terminal_that_takes_nothing_holds_up_no_run(monkeypatch, terminal: bool, blocks: bool) -> None:
-    monkeypatch.setattr(starting, "_LEAVE_S", 0.1)
+    monkeypatch.setattr(starting, "_LEAVE_S", 0.1 if blocks else 60.0)
     file = Gone()
     file.blocks = threading.Event() if blocks else None
     gone = Console(file=file, width=80, height=50, force_terminal=terminal, highlight=False)

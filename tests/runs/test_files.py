@@ -43,14 +43,12 @@ def test_a_journal_loses_no_line_and_writes_none_twice(tmp_path: Path, monkeypat
     assert (tmp_path / "lines").read_text() == "".join(lines)
 
 
-def test_a_writer_that_has_only_just_taken_the_lock_is_named(tmp_path: Path) -> None:
+def test_a_writer_that_has_only_just_taken_the_lock_is_named(tmp_path: Path, monkeypatch: Any) -> None:
     with (tmp_path / ".lock").open("w", buffering=1) as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        thread = threading.Timer(0.05, other.write, ["pid 1 on afar\n"])
-        thread.start()
+        monkeypatch.setattr(files.time, "sleep", lambda seconds: other.write("pid 1 on afar\n"))
         with pytest.raises(ConfigError, match=r"is being trained by pid 1 on afar$"), sole_writer(tmp_path):
             raise AssertionError("it has two writers")
-        thread.join()
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])

@@ -31,10 +31,12 @@ def test_a_step_is_said_once_after_silence(monkeypatch: pytest.MonkeyPatch, term
     monkeypatch.setattr(starting, "_SILENCE_S", 0.3)
     with closing(Starting("importing torch")) as start:
         wait_until(lambda: "torch" in screen.getvalue(), 30, "it says the first step")
+        monkeypatch.setattr(starting, "_SILENCE_S", 1e9)
         start.doing("2 learners")
         printed(start)
         screen.write("a line\n")
         start.doing("waiting for the first rollout")
+        monkeypatch.setattr(starting, "_SILENCE_S", 0.3)
         wait_until(lambda: "rollout" in screen.getvalue(), 30, "it says the third step")
     first, third = "starting: importing torch", "starting: waiting for the first rollout"
     erase = "\r\x1b[2K"

@@ -122,7 +122,7 @@ class Meddler:
         return steps
 
     def check_nothing_left(self) -> None:
-        wait_until(lambda: all(gone(pid) for _, pid in self.started), 5, "every child is gone")
+        wait_until(lambda: all(gone(pid) for _, pid in self.started), 30, "every child is gone")
         pickled = {_folder()} if _folder.cache_info().currsize else set()  # stays until this process ends
         for folder in (tempfile.gettempdir(), "/tmp"):  # where a path would be too long for a socket
             assert not set(Path(folder).glob(f"coterie-*-{os.getpid()}-*")) - pickled

@@ -100,8 +100,9 @@ def test_a_silent_server_is_given_up(serve: Serve):
     served = serve()
     served.service.late = True
     with channel_to(served.address) as channel:
-        stream = connect(channel, silence=0.4)
-        time.sleep(0.8)  # without a question: no silence
+        stream = connect(channel)
+        stream.silence = 0.4
+        time.sleep(1.5)  # without a question: no silence
         stream.send(arrays())
         begin = time.monotonic()
         with pytest.raises(ConnectionLost, match=r"no frame for 0\.4 s"):

@@ -143,20 +143,20 @@ def test_a_stream_that_ends_at_once_is_not_counted_as_refused(serve: Serve):
 
 
 def test_a_client_that_falls_silent_is_closed_where_others_wait_for_it(serve: Serve, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(EchoStream, "patience", 0.4)
+    monkeypatch.setattr(EchoStream, "patience", 2.0)
     monkeypatch.setattr(EchoStream, "about", "4 envs")
     served = serve()
     with channel_to(served.address) as channel:
         stream = Stream(channel, "Infer", {"envs": 1}, LAYOUT, silence=WAIT_S, token="")
         served.service.late = True
         stream.send(arrays())
-        time.sleep(0.8)  # it is the client that waits
+        time.sleep(2 * EchoStream.patience)  # it is the client that waits
         sent, answer = served.service.asked.get(timeout=WAIT_S)
         answer(sent, 0)
         assert stream.receive()[0]["x"][0] == 0
         with pytest.raises(ConnectionLost):
             stream.receive()
         stream.close()
-    closed = "a local client is closed: it has sent nothing for 0 s, while others wait for it: 4 envs"
+    closed = "a local client is closed: it has sent nothing for 2 s, while others wait for it: 4 envs"
     assert served.lines == ["a local client has joined: 4 envs", closed, "a local client has left: 4 envs"]
     assert not served.server.refused

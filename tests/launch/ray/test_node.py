@@ -86,13 +86,13 @@ def test_a_site_is_stopped_and_goes_on_elsewhere_from_the_storage(rig, pool):
     run = rig.run(pool)
     wait_until(lambda: len(rig.checkpoints()) > 1)
     rig.board.stop(Site)
-    assert run.result(PATIENCE).code == 75
+    assert run.result(3 * PATIENCE).code == 75
     assert rig.saw("SIGTERM")
     steps = json.loads((rig.checkpoints()[-1].parent / "state.json").read_text())["env_steps"]
     assert json.loads((rig.storage / "summary.json").read_text())["env_steps"] == steps
     assert json.loads((rig.storage / "config.json").read_text())["launch"] == "ray"  # not the site's own
     rig.board = Board(rig.allocation, ["127.0.0.1"])
-    assert rig.run(pool, target=steps + 2000).result(PATIENCE).code == 0
+    assert rig.run(pool, target=steps + 2000).result(3 * PATIENCE).code == 0
     assert json.loads((rig.storage / "summary.json").read_text())["env_steps"] >= steps + 2000
     assert checkpoint.load(rig.checkpoints()[-1].parent)[1]["life"] == 1
 
@@ -108,7 +108,7 @@ def test_a_command_that_is_killed_is_restarted_from_the_storage(rig, pool):
     before = len(rig.checkpoints())
     wait_until(lambda: len(rig.checkpoints()) > before)
     rig.board.stop(Site)
-    assert run.result(PATIENCE).code == 75
+    assert run.result(3 * PATIENCE).code == 75
 
 
 class Fails(coterie.Callback):
@@ -118,7 +118,7 @@ class Fails(coterie.Callback):
 
 def test_a_failure_is_sent_once_and_without_the_nodes_folder(rig, pool):
     rig.allocation = replace(rig.allocation, config=replace(CONFIG, callbacks=(f"{__name__}:Fails",)))
-    outcome = rig.run(pool).result(PATIENCE)
+    outcome = rig.run(pool).result(3 * PATIENCE)
     assert outcome == Outcome(1, "coterie: Fails.on_rollout: KeyError: 'oops'")
     assert rig.saw("a callback ends the run: Fails.on_rollout")
     assert not [line for line in rig.lines if line.startswith("coterie: ")]
@@ -131,7 +131,7 @@ def test_a_run_folder_that_the_storage_does_not_take_is_kept(rig, pool, monkeypa
     with pytest.raises(
         CoterieError, match=r"ray.storage: \S+ does not have the last files, which are in .*; the command: no error$"
     ) as error:
-        rig.run(pool, target=1000).result(PATIENCE)
+        rig.run(pool, target=1000).result(3 * PATIENCE)
     kept = Path(str(error.value).split(" which are in ")[1].split(" on ")[0])
     assert json.loads((kept / "summary.json").read_text())["status"] == "finished"
     assert rig.saw("ray.storage: full")
@@ -146,7 +146,7 @@ def test_a_node_with_another_version_is_refused(rig):
 def test_a_machine_that_does_not_see_the_run_folder_is_named(rig, pool):
     rig.storage = rig.storage / "elsewhere"
     with pytest.raises(CoterieError, match=r"ray.storage: \S+ does not see .*elsewhere; put the run folder on"):
-        rig.run(pool).result(PATIENCE)
+        rig.run(pool).result(3 * PATIENCE)
 
 
 # Short naps: a signal that comes just before a long one does not wake it.

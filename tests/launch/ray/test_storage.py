@@ -89,13 +89,13 @@ def test_a_url_that_another_command_works_in_is_refused(url):
 
 def test_of_two_commands_that_begin_at_once_one_works(url, monkeypatch):
     begun, refused = threading.Barrier(2), threading.Event()
-    read = leases._Lease._read
+    write = leases._Lease._write
 
-    def together(self: Any) -> Any:
-        found = read(self)
-        if self._beats == 0:
-            begun.wait(PATIENCE)
-        return found
+    def together(self: Any) -> None:
+        wait = abs if self._beats else begun.wait
+        wait(PATIENCE)  # both have read
+        write(self)
+        wait(PATIENCE)
 
     def work() -> str:
         try:
@@ -106,7 +106,7 @@ def test_of_two_commands_that_begin_at_once_one_works(url, monkeypatch):
             refused.set()
             return str(error)
 
-    monkeypatch.setattr(leases._Lease, "_read", together)
+    monkeypatch.setattr(leases._Lease, "_write", together)
     with ThreadPoolExecutor(2) as pool:
         said = sorted(future.result() for future in [pool.submit(work) for _ in range(2)])
     assert said[0].startswith(f"ray.storage: {url} is being trained by pid ")
