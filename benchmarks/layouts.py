@@ -125,22 +125,26 @@ def main() -> None:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     machine = {k: describe()[k] for k in ("processor", "cores", "versions")}
     found: dict[str, Any] = {"recorded": str(date.today()), "machine": machine, "gpu": gpu, "cores": os.cpu_count()}
-    cases = CASES[options.cases]
+    cases, aside = CASES[options.cases], None
+    chosen = [name for name in cases if options.only is None or any(part in name for part in options.only)]
+    if not chosen:
+        parser.error(f"--only: none of {', '.join(cases)} has this in its name")
     before = json.loads(options.out.read_text()) if options.out and options.out.exists() else found
     if any(before.get(key) != found[key] for key in ("machine", "gpu")):
         aside = options.out.with_stem(f"{options.out.stem}-{before.get('recorded', 'earlier')}")
         if aside.exists():
-            parser.error(f"--out: {options.out} was measured on another machine, or with other versions: name another")
-        print(f"{options.out} was measured on another machine, or with other versions: it is {aside} now")
-        options.out.rename(aside)
+            parser.error(f"--out: {options.out} was measured on another machine or GPU, or with other versions")
         before = found
     done = found["cases"] = dict(before.get("cases", {}))
-    for name in cases:
-        if options.only is None or any(part in name for part in options.only):
-            done[name] = {"options": cases[name], **measure(cases[name], options.seconds)}
-            print(f"{name}: {describe_rates(done[name])}", flush=True)
-            if options.out:
-                options.out.write_text(json.dumps(found, indent=1) + "\n")
+    for name in chosen:
+        done[name] = {"options": cases[name], **measure(cases[name], options.seconds)}
+        print(f"{name}: {describe_rates(done[name])}", flush=True)
+        if aside:
+            print(f"{options.out} was measured on another machine or GPU, or with other versions: it is {aside} now")
+            options.out.rename(aside)
+            aside = None
+        if options.out:
+            options.out.write_text(json.dumps(found, indent=1) + "\n")
     if options.page:
         found["cases"] = {name: done[name] for name in cases if name in done}
         PAGE.write_text(replaced(PAGE.read_text(), "layouts", "python benchmarks/layouts.py cpu --page", table(found)))

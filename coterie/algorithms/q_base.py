@@ -69,7 +69,7 @@ class EpsilonGreedy(AlgorithmBase):
             return torch.zeros(len(env_id), device=env_id.device)
         if self.q.ladder:
             place, width = env_id % self._envs, self._width
-            if width:  # each task has values from the whole ladder, and not the next ones of it
+            if width:  # neighbors on the ladder go to different tasks
                 place = place % width * (self._envs // width) + place // width
             return self.q.epsilon_end ** (1 + self.q.ladder * place.float() / max(1, self._envs - 1))
         left = max(0.0, 1 - self.clock.env_steps / max(1, self.q.epsilon_steps))

@@ -60,7 +60,8 @@ def _needed(config: Config) -> int:
 
 def _wider(config: Config) -> float:
     """By how much other machines' envs may delay the first samples: learners in lockstep must begin together."""
-    return max(1.0, config.replay.envs / config.env.num_envs) if exchange_kind(config).in_lockstep else 1.0
+    lockstep = exchange_kind(config).in_lockstep and config.learners != 1
+    return max(1.0, config.replay.envs / config.env.num_envs) if lockstep else 1.0
 
 
 def value_refusals(

@@ -50,9 +50,9 @@ class Messages:
             return self.kept[sender, number] if self.uses[sender, number] else self.kept.pop((sender, number))
 
     def end(self, learner: int, number: float = math.inf) -> None:
-        """A learner's life has ended before this message, or its replay for good: an earlier one will not come."""
+        """A learner's life has ended before this message, which will not come then, or its replay for good."""
         with self.changed:
-            later = (k for j, k in self.sent if j == learner and k >= number)
+            later = (k for j, k in self.sent if j == learner and k > number)
             self.over[learner] = max(self.over.get(learner, 0), min(later, default=math.inf))
             self.changed.notify_all()
 

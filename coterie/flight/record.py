@@ -79,8 +79,8 @@ class FlightRecorder:
                 self.flush(_FIRST_S)  # a process killed at once would leave no record
 
     def flush(self, seconds: float = _FLUSH_S) -> None:
-        """Wait until what was noted stays even if this process is killed. While the disk does not answer, one call
-        waits `seconds`, and the others do not.
+        """Wait until what this thread noted stays even if the process is killed. While the disk does not answer, one
+        call waits `seconds`, and the others do not.
         """
         if self._thread.is_alive() and not self.failed and self._flushed.is_set():
             self._flushed = flushed = threading.Event()
@@ -118,6 +118,7 @@ class FlightRecorder:
                         return
         except OSError as error:
             self.failed = reason_of(error)
+            self._flushed.set()
 
     def _write_block(self, file: FileIO, tail: FileIO) -> None:
         if not self._open:

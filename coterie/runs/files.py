@@ -81,6 +81,10 @@ def read(path: Path, call: Callable[[], T], seconds: float = ANSWER_S) -> T:
 
 def write_whole(path: Path, data: str | bytes, durable: bool = True) -> None:
     """Replace a file atomically. `durable`: a crash of the machine, too, leaves the old file or the new one."""
+    if path.exists() and not path.is_file():  # /dev/stdout, for example
+        path.write_bytes(data.encode() if isinstance(data, str) else data)
+        return
+    path = path.resolve()  # a link stays one
     draft = path.with_name(f".{path.name}")
     try:
         with draft.open("wb") as file:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -210,17 +210,19 @@ def run_jobs(jobs: Sequence[Job], at_once: int, progress_every: float = 10.0) ->
     """Run them; returns the worst exit code. Prints a line for each job that ends, and one of progress every
     `progress_every` seconds. Raises `ConfigError` if another process runs one of them.
     """
-    todo = []
-    with closing(Starting()) as screen:  # waits for a terminal that is not read, which holds up no run
+    todo, screen = [], Starting()  # its thread waits for a terminal that is not read, which holds up no run
+    screen.says = False
+    try:
         for job in jobs:
             if job.done():
                 screen.say(f"{job.name}: {job.outcome()} (already done) {job.folder}")
             else:
                 todo.append(job)
-        code = _run(todo, len(jobs), at_once, progress_every, screen.say)
-    if screen.stuck:
-        silence()
-    return code
+        return _run(todo, len(jobs), at_once, progress_every, screen.say)
+    finally:
+        screen.close()
+        if screen.stuck:
+            silence()
 
 
 def _run(todo: list[Job], whole: int, at_once: int, progress_every: float, say: Callable[[str], None]) -> int:

@@ -34,6 +34,8 @@ def watch(
     policy = load(folder, learner, trust=trust, **new)
     path = Path(out) if out else Path(folder) / "watch.mp4"
     draft = path.parent / f".{path.name}"
+    if path.is_dir():
+        raise ConfigError(f"--out: {path} is a folder")
     first = tasks(policy.config.env.id)[0]
     config = task_config(policy.config, first)  # the first of several tasks
     env = replace(config.env, decorrelate=0)

@@ -21,6 +21,7 @@ from coterie.parallel.board import Board
 from coterie.parallel.stages import Stages
 from coterie.types import AgentOutput, Array, Inputs, Rollout, Spec, map_tensors
 from tests.conftest import VECTOR
+from tests.support.waiting import wait_until
 
 WAIT_S = 8.0  # for what must happen, on a machine with other work
 QUIET_S = 0.15  # in which what must not happen would have
@@ -198,8 +199,9 @@ def valid(seen: list[Rollout]) -> int:
 
 def still(count: Callable[[], int], least: int = 0) -> int:
     """What it comes to when nothing more happens, once it is at least so much."""
+    wait_until(lambda: count() >= least, what=f"there are {least}")
     before = -1
-    while (now := count()) != before or now < least:
+    while (now := count()) != before:
         before = now
         time.sleep(QUIET_S)
     return now

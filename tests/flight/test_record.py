@@ -197,13 +197,15 @@ def test_a_file_that_is_no_record_is_refused(tmp_path, text):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path):
+def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path, monkeypatch):
     path = path_of(tmp_path, 1, 2)
     path.parent.mkdir()
     path.symlink_to("/dev/full")
+    monkeypatch.setattr(record, "_FIRST_S", 1e6)
     recorder = FlightRecorder(path, lambda: HEADER)
     for k in range(3):
         recorder.note("a", k)
+    recorder.flush()  # at once
     recorder.close()
     assert recorder.failed == "No space left on device"
 

@@ -122,12 +122,20 @@ def test_a_stopped_sweep_has_its_exit_code_although_ctrl_c_has_ended_tee_too(tmp
         sys.stdout.close()
 
 
+def fail(reason):
+    raise ConfigError(reason)
+
+
 def test_jobs_go_on_although_nobody_reads_what_the_sweep_prints(tmp_path, monkeypatch):
     write, read = outputs("full pipe")
     monkeypatch.setattr(Job, "_command", lambda self, resumed: [sys.executable, "-c", "print('it ran')"])
     monkeypatch.setattr(sys, "stdout", file := open(write, "w"))  # noqa: SIM115
     jobs = [Job(name, TRAIN[1:], tmp_path / name) for name in "ab"]
-    assert run_jobs(jobs, 1) == 0
+    really = Job.start
+    monkeypatch.setattr(Job, "start", lambda self, cores: really(self, cores) if self in jobs else fail("no disk"))
+    with pytest.raises(ConfigError, match="no disk"):
+        run_jobs([*jobs, Job("c", TRAIN[1:], tmp_path / "c")], 1)
+    assert sys.stdout.name == os.devnull
     assert [job.beside(".txt").read_text() for job in jobs] == ["it ran\n"] * 2
     os.close(read)
     sys.stdout.close()  # in place of the file

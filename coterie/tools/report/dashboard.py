@@ -19,6 +19,7 @@ import psutil
 
 from coterie.parallel.processes import location
 from coterie.parallel.signals import on_signals
+from coterie.runs.files import was_killed
 from coterie.tools.report.page import Page, Section, of_runs
 from coterie.tools.report.runs import read_json, read_run
 from coterie.tools.report.tables import Table
@@ -47,11 +48,11 @@ class Live:
     def html(self) -> str:
         """Draws charts if there is new data, and checks the health each time. Raises `CoterieError`."""
         with self.lock:  # one drawing at a time: it takes a second of a core that the run needs
-            now = tuple(_written(self.folder / name) for name in _WATCHED)
+            now = (was_killed(self.folder), *(_written(self.folder / name) for name in _WATCHED))
             if now != self.drawn:
                 run = read_run(self.folder)
                 page = of_runs([run], run.title, live=True)
-                status = f"Status: {run.summary.get('status', 'running')}."
+                status = f"Status: {run.status}."
                 self.page, self.drawn = replace(page, intro=[status, *page.intro]), now
             page = self.page
         health = Section("Health", tables=[*_processes(self.folder), _log(self.folder)])

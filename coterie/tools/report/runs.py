@@ -15,6 +15,7 @@ import numpy as np
 
 from coterie.envs.tasks import tasks
 from coterie.presets.common import flat
+from coterie.runs.files import was_killed
 from coterie.runs.metrics import read_metrics
 from coterie.types import Array, ConfigError
 
@@ -53,6 +54,10 @@ class RecordedRun:
     def score(self) -> str:
         """The metric to compare runs by: the score over several tasks, else the mean return."""
         return "score" if len(tasks(self.env)) > 1 else "mean_return"
+
+    @property
+    def status(self) -> str:
+        return str(self.summary.get("status") or ("killed" if was_killed(self.folder) else "running"))
 
     @property
     def finished(self) -> bool:

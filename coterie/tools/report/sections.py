@@ -94,7 +94,8 @@ def aggregates(methods: Sequence[Method]) -> tuple[list[Chart], Table]:
     envs, alone = sorted(_envs(methods)), ""
     normalized = len(envs) > 1 and are_normalized(envs)
     if normalized:  # else each method's mean would be over other games
-        shared = [env for env in envs if all(any(run.finished for run in method.on(env)) for method in methods)]
+        some = [method for method in methods if any(run.finished for run in method.runs)]
+        shared = [env for env in envs if all(any(run.finished for run in method.on(env)) for method in some)]
         alone = ", ".join(env for env in envs if env not in shared)
         envs, normalized = shared or envs, bool(shared)
     apart = len(envs) > 1 and not normalized
@@ -119,9 +120,9 @@ def aggregates(methods: Sequence[Method]) -> tuple[list[Chart], Table]:
         "(Agarwal et al. 2021); with several seeds, with a 95% bootstrap interval stratified by env."
     )
     if left := sum(not run.finished for method in methods for run in method.runs):
-        text += f" {left} unfinished runs are left out."
+        text += f" Left out: {left} unfinished runs."
     if normalized and alone:
-        text += f" Not every method has a finished run of {alone}, which are left out."
+        text += f" Left out: {alone}, where not every method has a finished run."
     if any(_repeats(method, env) for method in methods for env in envs):
         text += " Some runs of a method have the same seed."
     shown = [

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coterie.runs.files import was_killed
 from coterie.tools.report.runs import Method, RecordedRun, differences, option_text
 
 _LAST = 0.1  # the share of a run's env steps that its final return is the mean of
@@ -41,8 +40,7 @@ def outcomes(methods: Sequence[Method]) -> Table:
             counts = [number(last.get(name)) for name in ("env_steps", "seconds", "env_steps_per_s")]
             best = number(max(evals) if len(evals) else None)
             scores = [number(final_return(run)), best, number(energy)]
-            status = str(last.get("status", "killed" if was_killed(run.folder) else "running"))
-            rows.append([str(run.folder), method.label, run.env, str(run.seed), status, *counts, *scores])
+            rows.append([str(run.folder), method.label, run.env, str(run.seed), run.status, *counts, *scores])
     names = "run, method, env, seed, status, env steps, seconds, env steps/s, final return, best evaluation, frames/kJ"
     return Table("Runs", names.split(", "), rows)
 
