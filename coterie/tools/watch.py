@@ -57,7 +57,8 @@ def watch(
                         break
                     envs.send(0, player.act(ts.obs, ts.is_first, ts.reward, sampled))
                     ts = envs.recv(0)
-            if not _is_whole(draft, frames):  # imageio does not say that its ffmpeg failed
+            by_ffmpeg = type(video).__module__.endswith(".ffmpeg")  # imageio does not say that it failed
+            if by_ffmpeg and not _is_whole(draft, frames):
                 raise OSError("the video is not whole; the disk may be full")
             draft.rename(path)
         except (OSError, ValueError) as error:
@@ -71,11 +72,11 @@ def watch(
 
 
 def _is_whole(path: Path, frames: int) -> bool:
-    """Whether a video can be opened and, where its format tells, has these frames."""
-    import imageio
+    """Whether a video of ffmpeg has these frames."""
+    from imageio_ffmpeg import count_frames_and_secs
 
-    with suppress(OSError, RuntimeError, ValueError), imageio.get_reader(path) as video:
-        return not hasattr(video, "count_frames") or bool(video.count_frames() == frames)
+    with suppress(OSError, RuntimeError, ValueError):
+        return bool(count_frames_and_secs(str(path))[0] == frames)
     return False
 
 
