@@ -27,7 +27,8 @@ def unused(options: Iterable[str], config: Config, spec: Spec) -> Iterator[tuple
     algorithm = algorithm_class(config)
     yours = not algorithm.__module__.startswith("coterie.")  # it may read all
     values = yours or algorithm.value_based
-    epsilon, fixed = values and not config.q.noisy, values and not config.q.noisy and not config.q.ladder
+    epsilon = values and not config.q.noisy
+    fixed = epsilon and not config.q.ladder
     sized = uses("ppo", config) and config.ppo.batch_size and not yours
     fields = {
         "atari": (any(map(is_atari, tasks(config.env.id))), "one of EnvPool's Atari games"),

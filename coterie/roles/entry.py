@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
@@ -161,11 +161,17 @@ class Service:
 
     def _start_callbacks(self) -> None:
         """Start them in learner 0; the others wait for it, no longer than `log.stall`."""
-        config, end = self.learner.config, awake() + self.learner.config.log.stall
+        config = self.learner.config
         if self.rank == 0:
             self.callbacks.start()
             self.board.begun[0] = 1
-        while config.callbacks and not self.board.begun[0] and not self.board.stopping and awake() < end:
+        if config.callbacks:
+            self._beat_until(lambda: bool(self.board.begun[0]) or self.board.stopping, config.log.stall)
+
+    def _beat_until(self, done: Callable[[], bool], seconds: float) -> None:
+        """Wait, with a heartbeat, no longer than that."""
+        end = awake() + seconds
+        while not done() and awake() < end:
             self.board.heartbeat(self.rank)
             time.sleep(0.005)
 
@@ -186,10 +192,7 @@ class Service:
 
     def _save_for_all(self) -> None:
         """Another learner is gone: save what was learned since the last checkpoint, if the parent orders it."""
-        end = awake() + RESCUE_S
-        while not self.has_order and awake() < end:
-            self.board.heartbeat(self.rank)
-            time.sleep(0.005)
+        self._beat_until(lambda: self.has_order, RESCUE_S)
         if self.has_order:
             self.execute_order()
 
@@ -237,10 +240,8 @@ class Service:
         self.report()  # the checkpoint counts these rows, too
         self.post("saved", Saved(number, learner.counts(), digest))
         self.last = bool(what & LAST)
-        end = awake() + learner.config.log.stall
-        while what & HOLD and awake() < end:  # until it is killed: what it learned now would be lost
-            self.board.heartbeat(self.rank)
-            time.sleep(0.005)
+        if what & HOLD:  # until it is killed: what it learned now would be lost
+            self._beat_until(lambda: False, learner.config.log.stall)
 
     def _evaluate(self, order: int) -> None:
         """Score the weights that the checkpoint will hold, unless a signal ends it."""
