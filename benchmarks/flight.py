@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
@@ -38,7 +38,7 @@ RUNS = {
     "seed-vtrace, Atari": "seed-vtrace --env Breakout-v5",
 }
 OUT = "COTERIE_FLIGHT_COST"  # names the folder for what was timed
-spent = Counter[int]()  # seconds by thread
+spent = defaultdict[int, float](float)  # seconds by thread
 inside = threading.local()
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from coterie import presets
 from coterie.acting.recorder import as_rollout, local_fields
-from coterie.algorithms.base import Compute, autocast
+from coterie.algorithms.base import Compute
 from coterie.build.factory import make_algorithm, make_model, policy_of
 from coterie.build.resources import resolve_config
 from coterie.learner import Gradients
@@ -26,7 +26,6 @@ from coterie.models.mlp import compute_dtype
 from coterie.models.torsos import Frames
 from coterie.parallel.graphs import record
 from coterie.parallel.params import FlatParams
-from coterie.parallel.threads import Team
 from coterie.types import ActionSpec, Inputs, ObsSpec, Rollout, Spec
 
 GPU = torch.device("cuda")
@@ -72,10 +71,11 @@ def measure(name: str, torso: str, unroll: int, envs: int, samples: int, recorde
     if samples:
         changes |= {"ppo.minibatch_size": samples, "ppo.batch_size": 0}
     config = resolve_config(presets.ppo("Pong-v5", **{**changes, "env.num_envs": envs}))
-    taken, rollout, compute = record if recorded else None, made_up(unroll, envs), autocast(GPU, torch.bfloat16)
+    taken, rollout = record if recorded else None, made_up(unroll, envs)
+    compute = Compute(torch.bfloat16, record=taken, device=GPU)
     model = make_model(config, SPEC).to(GPU)
-    algorithm = make_algorithm(config, SPEC, Compute(torch.bfloat16, record=taken, device=GPU))
-    gradients = Gradients(model, FlatParams(model), Team(1), compute, taken)
+    algorithm = make_algorithm(config, SPEC, compute)
+    gradients = Gradients(model, FlatParams(model), compute)
     batch = next(iter(algorithm.batches(model, rollout)))
     step = microseconds(lambda: gradients.compute(algorithm, batch))
     policy, rng, ids = policy_of(algorithm, taken), torch.Generator(GPU), torch.arange(envs, device=GPU)

@@ -51,7 +51,7 @@ def call(command: list[str], quiet: bool = False) -> str:
 def curve(run: RecordedRun) -> Record:
     """What the record of a run has at any time."""
     points = [(x["env_steps"], x["seconds"], x["mean_return"]) for x in run.lines if x.get("mean_return") is not None]
-    at = np.unique(np.linspace(0, len(points) - 1, POINTS).round().astype(int)) if points else []
+    at = np.unique(np.linspace(0, len(points) - 1, POINTS).round().astype(int)).tolist() if points else []
     return {
         "seconds": round(run.summary.get("seconds") or run.lines[-1]["seconds"]),
         "machine": {key: run.machine.get(key) for key in ("processor", "cores", "gpus")},
@@ -63,7 +63,8 @@ def train(entry: Entry, folder: Path) -> Record:
     """Run an entry to its end. Raises `CalledProcessError` where the run is stopped or fails."""
     if entry.method.startswith("sb3-"):
         python = ROOT / ".peers" / "sb3" / "bin" / "python"
-        return json.loads(call([str(python), *entry.command[1:]], quiet=True).splitlines()[-1])
+        found: Record = json.loads(call([str(python), *entry.command[1:]], quiet=True).splitlines()[-1])
+        return found
     command = folder.with_name(f"{folder.name}.txt")
     known = command.read_text() if command.exists() else "which is not known"
     if folder.exists() and known != entry.typed:

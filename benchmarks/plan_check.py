@@ -6,7 +6,7 @@
 In each round and for each group of layouts that train alike, what the parts cost is measured before the first layout
 and after each; between, the layout trains (`coterie train`). It is predicted by what the parts cost just before and
 just after, the mean of both: this kind of machine changes its speed by a fifth within a minute. Errors are medians over
-the rounds. For an idle machine.
+the rounds; the file of `--out` is written after each. For an idle machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,18 +140,15 @@ def progress(out: Path) -> list[tuple[int, float]]:
     return found[1:]
 
 
-def measured(rounds: int, groups: list[str], services_s: float, seconds: float, found: Found) -> Costs:
-    costs: Costs = {}
-    for number in range(rounds):
-        for group in groups:
-            base = presets.make(*GROUPS[group][:2], **GROUPS[group][2])
-            services = [measure(base, services_s)]
-            for name in GROUPS[group][3]:
-                rate = trained(group, name, seconds)
-                services.append(measure(base, services_s))
-                note(found, number, group, name, services[-2:], rate)
-            costs.setdefault(group, []).append([one.to_json() for one in services])
-    return costs
+def one_round(number: int, groups: list[str], services_s: float, seconds: float, found: Found, costs: Costs) -> None:
+    for group in groups:
+        base = presets.make(*GROUPS[group][:2], **GROUPS[group][2])
+        services = [measure(base, services_s)]
+        for name in GROUPS[group][3]:
+            rate = trained(group, name, seconds)
+            services.append(measure(base, services_s))
+            note(found, number, group, name, services[-2:], rate)
+        costs.setdefault(group, []).append([asdict(one) for one in services])
 
 
 def again(path: Path, found: Found) -> Costs:
@@ -174,21 +171,27 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     found: Found = {}
-    if options.again:
-        costs = again(options.again, found)
-    else:
-        costs = measured(options.rounds, options.only, options.services, options.seconds, found)
-    rows = {name: {k: statistics.median(v) for k, v in seen.items()} for name, seen in found.items()}
+    costs: Costs = again(options.again, found) if options.again else {}
+    for number in range(0 if options.again else options.rounds):
+        one_round(number, options.only, options.services, options.seconds, found, costs)
+        save(found, costs, options.out)
     print("medians of the rounds, env steps/s")
-    for name, r in rows.items():
+    result = save(found, costs, options.out)
+    for name, r in result["layouts"].items():
         print(
             f"  {name:42} measured {r['measured']:>9,.0f}  predicted {r['predicted']:>9,.0f}  error {r['error']:+.1%}"
         )
+    print(f"largest error {result['largest_error']:.1%} of {len(result['layouts'])} layouts")
+
+
+def save(found: Found, costs: Costs, path: Path | None) -> dict[str, Any]:
+    """The medians so far, and all that they are of, which go to the file `path`, if any."""
+    rows = {name: {k: statistics.median(v) for k, v in seen.items()} for name, seen in found.items()}
     worst = max(abs(r["error"]) for r in rows.values())
-    print(f"largest error {worst:.1%} of {len(rows)} layouts")
-    if options.out:
-        data = {"layouts": rows, "rounds": found, "services": costs, "largest_error": worst}
-        options.out.write_text(json.dumps(data, indent=1) + "\n")
+    result = {"layouts": rows, "rounds": found, "services": costs, "largest_error": worst}
+    if path:
+        path.write_text(json.dumps(result, indent=1) + "\n")
+    return result
 
 
 if __name__ == "__main__":

@@ -55,12 +55,8 @@ ASSUMED = {
 
 
 def layout(acting: str, exchange: str, hardware: Hardware, **own: Any) -> RunLayout:
-    base: dict[str, Any] = {
-        "learners": 1, "producers": 0, "width": 1, "groups": 1, "env_threads": 1, "act_threads": 1,
-        "train_threads": 1, "unroll": 100, "batch": 1, "steps": 1.0, "chunk": 0, "batches": 3,
-    }  # fmt: skip
-    found = base | own
-    found.setdefault("samples", float(found["batch"] * found["unroll"]))
+    found: dict[str, Any] = {"unroll": 100, "batches": 3, **own}
+    found.setdefault("samples", float(found.get("batch", 1) * found["unroll"]))
     chunks = int(found.pop("chunks", 1))
     config = Config(central=Central(wait=0.0), store=Store(chunks=chunks), gossip=Gossip(mix_every=1))
     return RunLayout(acting=acting, exchange=exchange, config=config, hardware=hardware, **found)
@@ -130,7 +126,7 @@ def impala() -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     _, sync, paper = IMPALA[2]
     for task in (0, 1):
-        spread = bisect(lambda cv, task=task: rate(sync, env_of_row(task, cv), cv), paper[task], 0.0, 3.0)
+        spread = bisect(lambda cv, task=task: rate(sync, env_of_row(task, cv), cv), paper[task], 0.0, 3.0)  # type: ignore[misc]
         env = env_of_row(task, 0.5)
         print(f"  task {task + 1}: env step {1e3 * env:.1f} ms; spread fitted to 'A2C, sync step' {spread:.2f}")
         for name, one, known in IMPALA:
@@ -200,7 +196,7 @@ def table2(env: float, cv: float) -> list[dict[str, Any]]:
     for fit, names in (("A2C", ("A2C", "A3C")), ("PPO", ("PPO", "APPO"))):
         known = HOURS[fit][0]
         assert known is not None
-        train = bisect(lambda t, fit=fit: -trained(fit, 1, env, cv, t), -known, 0.0, 1e-3)
+        train = bisect(lambda t, fit=fit: -trained(fit, 1, env, cv, t), -known, 0.0, 1e-3)  # type: ignore[misc]
         print(f"  {fit}: {1e6 * train:.0f} us of the GPU for each sample trained on")
         for name in names:
             for gpus, hours in zip((1, 2, 4, 8), HOURS[name], strict=True):
@@ -283,8 +279,8 @@ def main() -> None:
             predicted = ", ".join(f"{show(p)} ({e:+.0%})" for p, e in zip(r["predicted"], r["error"], strict=True))
             print(f"  {r['row']:48} paper {show(r['paper']):>8}   predicted {predicted}")
         found[table] = {"assumed": ASSUMED[table], "rows": rows}
-    if options.out:
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+        if options.out:
+            options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -79,9 +79,9 @@ def main() -> None:
 
     def draw(n: int) -> Callable[[], int]:
         def call() -> int:
-            picks = vector.draw(n, 0.4)
+            picks = vector.priorities.draw(n, 0.4)
             vector.gather(picks)
-            vector.update(picks, np.ones(n))
+            vector.priorities.update(picks, np.ones(n))
             return n
 
         return call
@@ -89,13 +89,13 @@ def main() -> None:
     # n stacks, and the n that follow them.
     def gather(n: int) -> Callable[[], int]:
         def call() -> int:
-            frames.gather(frames.draw(n, 0.4))
+            frames.gather(frames.priorities.draw(n, 0.4))
             return into[: 2 * n].nbytes
 
         return call
 
     def read(n: int) -> Callable[[], int]:
-        some = [frames.draw(2 * n, 0.4).index for _ in range(64)]
+        some = [frames.priorities.draw(2 * n, 0.4).index for _ in range(64)]
 
         def call() -> int:
             frames.obs[""].read(some[int(rng.integers(64))])

@@ -63,7 +63,7 @@ def coterie(precision: str) -> None:
 
 def sb3(part: str) -> None:
     import torch
-    from stable_baselines3 import SAC
+    from stable_baselines3 import SAC  # type: ignore[import-not-found]
 
     torch.set_num_threads(1)
     model = SAC("MlpPolicy", "Hopper-v5", device="cpu", learning_starts=2_000)
@@ -85,8 +85,8 @@ def minimal() -> None:
         return nn.Sequential(*layers)
 
     policy, critics, targets = mlp(obs_size, 2 * actions), *([mlp(obs_size + actions, 1) for _ in "12"] for _ in "12")
-    weights = [p for q in critics for p in q.parameters()]
-    followers = [p for q in targets for p in q.parameters()]
+    weights: list[torch.Tensor] = [p for q in critics for p in q.parameters()]
+    followers: list[torch.Tensor] = [p for q in targets for p in q.parameters()]
     log_alpha = torch.zeros((), requires_grad=True)
     adam = torch.optim.Adam([*policy.parameters(), *weights, log_alpha], lr=3e-4, fused=True)
     obs, after, action = torch.randn(n, obs_size), torch.randn(n, obs_size), torch.rand(n, actions) * 2 - 1
@@ -116,13 +116,17 @@ def minimal() -> None:
         loss = loss + (alpha * log_prob - least(critics, obs, now)).mean()
         for p in weights:
             p.requires_grad_(True)
-        (loss - (log_alpha * (log_prob.detach() - actions)).mean()).backward()
+        (loss - (log_alpha * (log_prob.detach() - actions)).mean()).backward()  # type: ignore[no-untyped-call]
         adam.step()
         adam.zero_grad(set_to_none=False)
         with torch.no_grad():
             torch._foreach_lerp_(followers, weights, 0.005)
 
-    repeat(lambda: [step() for _ in range(STEPS)], STEPS)
+    def steps() -> None:
+        for _ in range(STEPS):
+            step()
+
+    repeat(steps, STEPS)
 
 
 def child(kind: str) -> None:

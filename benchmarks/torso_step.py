@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coterie.algorithms.base import autocast
+from coterie.algorithms.base import Compute
 from coterie.config import Model
 from coterie.models.mlp import compute_dtype
 from coterie.models.torsos import Frames, build_torso
@@ -47,14 +47,14 @@ def plain(self: Frames, x: Tensor) -> Tensor:
 def passes(torso: str, samples: int, precision: str, before: bool) -> tuple[float, float]:
     """Milliseconds of a sample: forward and backward, and forward alone without a graph."""
     if before:
-        affinity._KEPT_BYTES = affinity._KEPT_BYTES[-1:]
+        affinity._KEPT_BYTES = affinity._KEPT_BYTES[-1:]  # type: ignore[assignment]
         Frames.forward = plain  # type: ignore[method-assign]
     torch.set_num_threads(1)
     keep_freed_memory()
     net = build_torso({"": ObsSpec((4, 84, 84), "uint8")}, Model(torso=torso))
     acting = build_torso({"": ObsSpec((4, 84, 84), "uint8")}, Model(torso=torso)).to(DTYPES[precision])
     frames = torch.randint(0, 256, (samples, 4, 84, 84), dtype=torch.uint8)
-    compute, taken = autocast(torch.device("cpu"), DTYPES[precision]), [list[float](), list[float]()]
+    compute, taken = Compute(DTYPES[precision]).autocast, [list[float](), list[float]()]
     for _ in range(5):
         begin = time.perf_counter()
         with compute():

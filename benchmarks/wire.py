@@ -9,14 +9,13 @@ Prints env steps/s, messages/s, a client's latency (p50, p99), and the server's 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import multiprocessing
 import os
 import queue
-import random
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,56 +25,52 @@ import numpy as np
 def serve(address: str, envs: int, ready: Any) -> None:
     """A learner that acts for all streams and discards the rollouts."""
     from coterie import presets
+    from coterie.acting.central import Central
+    from coterie.acting.central_stream import EnvHostService
     from coterie.build.factory import ProcessContext
     from coterie.build.resources import resolve_config
-    from coterie.remote.admission import EnvHostService
     from coterie.roles.learner_process import LearnerProcess
     from coterie.wire.server import Server
 
     wide = {"env.num_envs": envs, "actors": 1, "central.batch_size": 64, "central.max_envs": 100_000}
     learner = LearnerProcess(resolve_config(presets.seed_vtrace(env="CartPole-v1", **wide)), 0, ProcessContext())
-    server = Server(address, {"Infer": EnvHostService(learner.config, learner.spec, 0, learner.acting, False)})
+    acting = learner.acting
+    assert isinstance(acting, Central)
+    server = Server(address, {"Infer": EnvHostService(acting)})
     ready.set()
-    for _ in learner.acting.rollouts(lambda: learner.acting.publish(0)):
+    for _ in acting.rollouts(lambda: acting.publish(0)):
         pass
     server.close()
 
 
-async def stream(channel: Any, envs: int, group: int, run_id: int, end: float, latencies: list[float]) -> None:
+def ask(connection: Any, envs: int, group: int, end: float) -> list[float]:
+    """One stream's questions, one after the other: how long each answer took."""
     from coterie.config import Config
     from coterie.envs.make import make_spec
-    from coterie.wire.codec import Frame, timestep_layout
+    from coterie.wire.codec import timestep_layout
 
-    config = Config()
+    config, latencies = Config(), list[float]()
     layout = timestep_layout(make_spec(config.env, config.atari), envs)
     zeros = {t.name: np.zeros(t.shape, t.dtype) for t in layout.tensors}
     zeros["episode_return"][:] = zeros["episode_length"][:] = np.nan
-    call = channel.stream_stream("/coterie.v1.Coterie/Infer", Frame.SerializeToString, Frame.FromString)()
-    hello = {"protocol": 1, "client": "bench", "run_id": run_id, "env_id": "CartPole-v1", "envs": envs, "group": group}
-    await call.write(Frame(hello={**hello, "number": -1, "sends": layout.message()}))
-    await call.read()
-    number, data = 0, layout.pack(zeros)
+    stream = connection.stream("Infer", layout, lambda: None, envs=envs, group=group)
     while time.perf_counter() < end:
         begin = time.perf_counter()
-        await call.write(Frame(data={"number": number, "tensors": data}))
-        await call.read()
+        stream.send(zeros)
+        stream.receive()
         latencies.append(time.perf_counter() - begin)
-        number += 1
-    call.cancel()
+    stream.close()
+    return latencies
 
 
 def clients(address: str, streams: int, envs: int, seconds: float, results: Any) -> None:
-    """One process with so many streams."""
-    import grpc
+    """One process with so many streams, each in a thread."""
+    from coterie.wire.client import Connection, Endpoint
 
-    async def work() -> list[float]:
-        channel = grpc.aio.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
-        latencies: list[float] = []
-        end, run_id = time.perf_counter() + seconds, random.getrandbits(63)
-        await asyncio.gather(*(stream(channel, envs, i, run_id, end, latencies) for i in range(streams)))
-        return latencies
-
-    results.put(asyncio.run(work()))
+    connection, end = Connection(Endpoint(address), {"env_id": "CartPole-v1"}), time.perf_counter() + seconds
+    with ThreadPoolExecutor(streams) as pool:
+        each = pool.map(lambda group: ask(connection, envs, group, end), range(streams))
+        results.put([latency for latencies in each for latency in latencies])
 
 
 def rss_mb(pid: int) -> float:
@@ -91,6 +86,7 @@ def measure(streams: int, envs: int, processes: int, seconds: float, address: st
         server = spawn.Process(target=serve, args=(address, envs * streams, ready), daemon=True)
         server.start()
         assert ready.wait(120), "the server does not start"
+        assert server.pid is not None
         count = min(processes, streams)
         shares = [streams // count + (i < streams % count) for i in range(count)]
         workers = [
@@ -105,6 +101,8 @@ def measure(streams: int, envs: int, processes: int, seconds: float, address: st
                 latencies += results.get(timeout=1.0)
                 ended += 1
             except queue.Empty:
+                if any(process.exitcode for process in (server, *workers)):
+                    raise SystemExit("the server or a client has failed") from None
                 memory.append(rss_mb(server.pid))
         for worker in workers:
             worker.join(10)

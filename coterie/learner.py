@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from coterie.acting.base import Acting
-from coterie.algorithms.base import Algorithm, AnyAlgorithm, AnyBatch, Autocast, Batch, Clock, Loss, Part, checked
+from coterie.algorithms.base import Algorithm, AnyAlgorithm, AnyBatch, Batch, Clock, Compute, Loss, Part, checked
 from coterie.exchange.base import Exchange, NonFinite
 from coterie.models.base import Model
-from coterie.parallel.graphs import Graphed, Record
+from coterie.parallel.graphs import Graphed
 from coterie.parallel.params import FlatParams, pieces
 from coterie.parallel.stages import Stages
-from coterie.parallel.threads import Team
 from coterie.types import CoterieError, Rollout
 
 
@@ -112,14 +111,12 @@ class Progress:
 class Gradients:
     """Backward passes over the parts of a batch, by a team whose members share the weights but not the gradient."""
 
-    def __init__(
-        self, model: Model, params: FlatParams, team: Team, autocast: Autocast, record: Record | None = None
-    ) -> None:
-        self.params, self.team, self.autocast = params, team, autocast
-        twins = [params.replica(cast(nn.Module, model)) for _ in range(team.size - 1)]
+    def __init__(self, model: Model, params: FlatParams, compute: Compute) -> None:
+        self.params, self.team = params, compute.team
+        self.autocast, self.record = compute.autocast, compute.record
+        twins = [params.replica(cast(nn.Module, model)) for _ in range(self.team.size - 1)]
         self.models = [model, *(cast(Model, twin) for twin, _ in twins)]
         self.grads = [grad for _, grad in twins]
-        self.record = record
         self.recorded: dict[object, Graphed[tuple[dict[str, Tensor], Tensor | None]]] = {}  # by the loss
 
     def compute(self, algorithm: Algorithm[Part], batch: Batch[Part]) -> dict[str, float]:

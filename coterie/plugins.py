@@ -133,6 +133,8 @@ def call(field: str, path: str, *args: Any, **kwargs: Any) -> Any:
         inspect.signature(found).bind(*args, **kwargs)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{field}: {label(path)} must take other arguments: {error}") from None
+    if missing := getattr(found, "__abstractmethods__", None):
+        raise ConfigError(f"{field}: {label(path)} must define {', '.join(sorted(missing))}")
     return found(*args, **kwargs)
 
 

@@ -20,6 +20,7 @@ from coterie.cli.listing import PAPERS
 from coterie.cli.options import comments, possible
 from coterie.config import Atari, Config, Env, Range
 from coterie.envs.make import make_spec
+from coterie.presets.common import flat
 from coterie.runs.config_io import fields, get, plain, replace
 
 REFERENCE = Path(__file__).parent / "reference"
@@ -148,13 +149,6 @@ def columns(name: str) -> dict[str, dict[str, Any]]:
     """What a preset sets, by family; without families that it refuses."""
     found = {family: settings(name, env) for family, env in (FAMILIES | MORE.get(name, {})).items()}
     return {family: changed for family, changed in found.items() if changed is not None}
-
-
-def flat(table: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    found = {}
-    for key, value in table.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return found
 
 
 @functools.cache

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,21 +14,25 @@ from coterie.acting.table import ACTING
 from coterie.algorithms.table import ALGORITHMS
 from coterie.exchange.table import EXCHANGES
 from coterie.roles.learner_process import LearnerProcess
-from coterie.types import Inputs, Rollout, map_tensors
+from coterie.types import Array, Inputs, Rollout, map_tensors
 from tests.conftest import make_config
+from tests.envs.env_harness import Seen, check_counting
 from tests.support.cells import ON_POLICY, fast_and_slow
 from tests.support.crew import crewed
 
 CELLS = fast_and_slow(
     [
-        (algorithm, acting, exchange, groups)
+        (algorithm, acting, exchange, groups, backend)
         for algorithm in ALGORITHMS
         if algorithm != "bc"  # it does not learn from rollouts: test_bc.py
         for acting in ACTING
         for exchange in EXCHANGES
         for groups in (1, 2)
+        for backend in ("workers", "envpool")
         if groups == 1 or acting != "central" or algorithm not in ON_POLICY  # in lockstep a host's envs are one group
-    ]
+    ],
+    (1, 2, 4),
+    (1, 3, 4),
 )
 
 
@@ -124,9 +129,12 @@ def check_alignment(learner: LearnerProcess, seen: list[Rollout]) -> None:
     assert learner.progress.lags.total() == sum(r.mask.numel() for r in seen)
 
 
-@pytest.mark.parametrize(("algorithm", "acting", "exchange", "groups"), CELLS)
-def test_every_cell_aligns_the_rows_of_counting_env_in_worker_processes(algorithm, acting, exchange, groups):
-    check_counting_env(algorithm, acting, exchange, groups)
+@pytest.mark.parametrize(("algorithm", "acting", "exchange", "groups", "backend"), CELLS)
+def test_every_cell_aligns_the_rows(algorithm, acting, exchange, groups, backend):
+    """Of envs in worker processes, and of EnvPool's own."""
+    envpools = check_pendulum if algorithm == "sac" else check_cartpole
+    check = check_counting_env if backend == "workers" else envpools
+    check(algorithm, acting, exchange, groups)
 
 
 def check_counting_env(algorithm, acting, exchange, groups, **changes):
@@ -137,40 +145,28 @@ def check_counting_env(algorithm, acting, exchange, groups, **changes):
     with crewed(config) as learner:
         seen = rollouts(learner, 5)
         check_alignment(learner, seen)
-    seen = by_env(seen)
-    games = [game for r in seen for game in r.episodes]
-    expected = []
+    rows = of_envs(by_env(seen))
+    effect = (2 + 4 * rows.action).sum(-1) if algorithm == "sac" else rows.action  # -1 to 1 are -2 to 6
+    check_counting(rows, rows.obs, effect, length=5)
+    assert rows.done.sum() >= 20
+
+
+def of_envs(seen: list[Rollout]) -> Seen:
+    """The rollouts one after the other, as the envs gave their rows: an episode's return and length are at its end."""
+
+    def rows(name: str) -> Array:
+        """T rows of each rollout, and row T of the last one where it has that."""
+        length, each = len(seen[0].mask), [getattr(r, name) for r in seen]
+        return torch.cat([*(x[:length] for x in each), each[-1][length:]]).numpy()
+
+    terminated, truncated = (np.pad(rows(name), ((1, 0), (0, 0))) for name in ("terminated", "truncated"))
+    returns, lengths = np.full(terminated.shape, np.nan), np.zeros(terminated.shape)
     for env in range(4):
-        obs = torch.cat([r.obs[:-1, env] for r in seen] + [seen[-1].obs[-1:, env]])
-        action = torch.cat([r.action[:, env] for r in seen])
-        reward = torch.cat([r.reward[:, env] for r in seen])
-        mask = torch.cat([r.mask[:, env] for r in seen])
-        terminated = torch.cat([r.terminated[:, env] for r in seen])
-        truncated = torch.cat([r.truncated[:, env] for r in seen])
-        count, episode, score, length = obs[:, 0], obs[:, 1], 0.0, 0
-        for t in range(len(action)):
-            if not mask[t]:  # the fake step: a new episode, a new start
-                assert episode[t + 1] == episode[t] + 1
-                score, length = 0.0, 0
-                continue
-            assert episode[t + 1] == episode[t]
-            assert count[t + 1] == count[t] + 1
-            effect = action[t] if algorithm != "sac" else (2 + 4 * action[t]).sum()  # -1 to 1 are -2 to 6
-            torch.testing.assert_close(reward[t], 16 * count[t] + effect, rtol=1e-6, atol=0)
-            score, length = score + float(reward[t]), length + 1
-            odd = bool(episode[t] % 2)
-            assert bool(terminated[t]) == (length == 5 and not odd)
-            assert bool(truncated[t]) == (length == 5 and odd)
-            if length == 5:
-                expected.append((score, 5))
-    assert sorted(games) == sorted(expected)
-    assert len(games) >= 20
-
-
-@pytest.mark.parametrize(("algorithm", "acting", "exchange", "groups"), CELLS)
-def test_every_cell_aligns_the_rows_of_envpools_own_envs(algorithm, acting, exchange, groups):
-    check = check_pendulum if algorithm == "sac" else check_cartpole
-    check(algorithm, acting, exchange, groups)
+        ends = np.flatnonzero((terminated | truncated)[:, env])
+        games = [game for r in seen for game, of in zip(r.episodes, r.episode_env, strict=True) if of == env]
+        returns[ends, env], lengths[ends, env] = np.array(games).T
+    obs, reward, is_first, action = map(rows, ("obs", "prev_reward", "is_first", "action"))
+    return Seen(obs, reward, terminated, truncated, is_first, returns, lengths, np.arange(4), action)
 
 
 def check_pendulum(algorithm, acting, exchange, groups, **changes):

@@ -1,4 +1,4 @@
-"""The package's rooms (its folders and top-level modules) import downwards only, and it is written in plain English."""
+"""The rooms of the package (folders and top-level modules) import downwards only; all is in plain English."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import sys
 import tokenize
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1] / "coterie"
 # From the bottom up: a room imports from the rooms before it.
 ROOMS = [
@@ -19,7 +17,6 @@ ROOMS = [
     "flight", "exchange", "presets", "remote", "acting", "algorithms", "learner", "build", "instruments", "roles",
     "launch", "tools", "cli", "__main__",
 ]  # fmt: skip
-UPWARDS: set[tuple[str, str]] = set()
 
 
 def module_name(path: Path) -> str:
@@ -50,10 +47,9 @@ def test_every_module_is_in_a_room() -> None:
     assert {module.split(".")[0] for module in MODULES} == set(ROOMS)
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_a_module_imports_from_lower_rooms_only(module: str) -> None:
-    up = {other for other in imports(module) if room(other) > room(module) and (module, other) not in UPWARDS}
-    assert not up, f"{module} imports {up}"
+def test_modules_import_from_lower_rooms_only() -> None:
+    found = [(module, other) for module in MODULES for other in imports(module) if room(other) > room(module)]
+    assert not found
 
 
 # Each acting and exchange reads its own section of the config; the rest of the program asks its kind.
@@ -62,15 +58,15 @@ SIMULATIONS = {"tools.plan.acting", "tools.plan.learners"}  # of each acting and
 KINDS_ONLY = [m for m in MODULES if m.split(".")[0] in ("build", "launch", "tools") and m not in SIMULATIONS]
 
 
-@pytest.mark.parametrize("module", KINDS_ONLY)
-def test_only_the_module_of_a_choice_reads_its_section_of_the_config(module: str) -> None:
+def test_only_the_module_of_a_choice_reads_its_section_of_the_config() -> None:
     found = []
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
-        match node:
-            case ast.Attribute(attr=str(name)) | ast.keyword(arg=str(name)):
-                found += [name] if SECTION.fullmatch(name) else []
-            case ast.Constant(value=str(name)) if "." in name:
-                found += [name] if SECTION.fullmatch(name) else []
+    for module in KINDS_ONLY:
+        for node in ast.walk(ast.parse(MODULES[module].read_text())):
+            match node:
+                case ast.Attribute(attr=str(name)) | ast.keyword(arg=str(name)) if SECTION.fullmatch(name):
+                    found.append((module, name))
+                case ast.Constant(value=str(name)) if "." in name and SECTION.fullmatch(name):
+                    found.append((module, name))
     assert not found
 
 
@@ -119,31 +115,39 @@ ODD = re.compile(
 WORDS = (tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING))
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
-def test_strings_and_comments_are_plain_english(path: Path) -> None:
-    tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+def test_strings_and_comments_are_plain_english() -> None:
     found = [
-        f"line {token.start[0] + token.string[: odd.start()].count(chr(10))}: {odd[0]}"
-        for token in tokens
+        f"{path}:{token.start[0] + token.string[: odd.start()].count(chr(10))}: {odd[0]}"
+        for path in ROOT.rglob("*.py")
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
         if token.type in WORDS and not token.string.startswith('"gossip.seats"')  # an old option's name
         for odd in ODD.finditer(token.string)
     ]
     assert not found
 
 
-@pytest.mark.parametrize("page", [*ROOT.parent.glob("*.md"), *ROOT.parent.glob("docs/**/*.md")], ids=str)
-def test_pages_are_plain_english(page: Path) -> None:
-    text = re.sub("`[^`]*`", "", page.read_text())
-    assert [odd[0] for odd in ODD.finditer(text)] == []
+PAGES = {page: page.read_text() for page in (*ROOT.parent.glob("*.md"), *ROOT.parent.glob("docs/**/*.md"))}
 
 
-@pytest.mark.parametrize("page", [*ROOT.parent.glob("docs/**/*.md")], ids=str)
-def test_tests_that_a_page_names_exist(page: Path) -> None:
-    path = ""
-    for file, name in re.findall(r"`([\w/]+\.py)?::(test_\w+)", page.read_text()):
-        path = file or path
-        text = (Path(__file__).parent / path).read_text()
-        assert re.search(rf"^ *def {name}\(", text, re.M), f"{path}::{name}"
+def test_pages_are_plain_english() -> None:
+    plain = {page: re.sub("`[^`]*`", "", text) for page, text in PAGES.items()}
+    assert not [f"{page}: {odd[0]}" for page, text in plain.items() for odd in ODD.finditer(text)]
+
+
+def test_links_lead_to_files() -> None:
+    links = [(page, target) for page, text in PAGES.items() for target in re.findall(r"\]\(([^)#]+)\)", text)]
+    assert not [x for x in links if not x[1].startswith("https://") and not (x[0].parent / x[1]).exists()]
+
+
+def test_tests_that_a_page_names_exist() -> None:
+    missing = []
+    for page, text in PAGES.items():
+        path = ""
+        for file, name in re.findall(r"`([\w/]+\.py)?::(test_\w+)", text):
+            path = file or path
+            if not re.search(rf"^ *def {name}\(", (Path(__file__).parent / path).read_text(), re.M):
+                missing.append(f"{page}: {path}::{name}")
+    assert not missing
 
 
 def test_every_folder_with_modules_is_a_package() -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from coterie.acting.recorder import Envs
-from coterie.config import Config, Refusal, ResolvedConfig
+from coterie.config import Central, Config, Decoupled, Refusal, ResolvedConfig
 from coterie.envs.news import EnvNews, Means
 from coterie.flight.life import Life, Note, unrecorded
 from coterie.models.base import Model
@@ -59,11 +59,17 @@ class Worker(Protocol):
 
 
 class Memory(Protocol):
-    """The memory shared by a learner and its child processes; made in the parent."""
+    """The memory shared by a learner and its child processes; made in the parent. By default no child takes over what
+    one that died was doing, and the learner counts the rows that it receives.
+    """
 
-    def abandon(self, child: int) -> None: ...  # a child has died: others may take over its work
-    def delivered(self, child: int) -> int: ...  # rows that a child's learner has received, as far as the memory shows
     def close(self) -> None: ...
+
+    def abandon(self, child: int) -> None:
+        """A child has died: others may take over its work."""
+
+    def delivered(self, child: int) -> int:  # rows that a child's learner has received, as far as the memory shows
+        return 0
 
 
 class Servers(Protocol):
@@ -156,10 +162,6 @@ class WorkerSetup:
     life: int = 0  # different at each start of the process
 
 
-def _none(number: int, life: int) -> WorkerSetup:
-    raise CoterieError("acting: only a replay has child processes in the learner's")
-
-
 @dataclass(frozen=True)
 class LearnerSetup:
     """The parts of a learner that its acting is made of."""
@@ -179,10 +181,10 @@ class LearnerSetup:
     timeout: float  # seconds to wait for rollouts
     on_produced: Callable[[], None]  # to be called when rows have arrived from another process
     is_over: Callable[[], bool]  # whether to end instead of waiting for rollouts
+    worker: Callable[[int, int], WorkerSetup]  # of a child process, by its number and life; for a replay
     updates: int = 1  # learner steps for each batch of rollouts
     note: Note = unrecorded  # an event of the flight record
     life: Life | None = None  # a replay: goes along this record
-    worker: Callable[[int, int], WorkerSetup] = _none  # of a child process, by its number and life; for a replay
 
 
 M = TypeVar("M")
@@ -192,26 +194,7 @@ def _no_worker(setup: WorkerSetup, memory: Any) -> Worker:
     raise CoterieError("acting: a kind with child processes needs a `worker`")
 
 
-class Section(Protocol):
-    """The settings that an acting with child processes has, whatever else is in its section of the config."""
-
-    @property
-    def batch_size(self) -> int: ...  # single-env rollouts in a learner's batch; 0: one per env
-    @property
-    def queue(self) -> int: ...  # finished batches that may wait for the learner
-    @property
-    def lockstep(self) -> bool: ...  # every action is chosen with the newest weights
-    @property
-    def restarts(self) -> int: ...  # of children that died, before the run fails
-
-
-class Lag(NamedTuple):
-    """Policy lag: learner steps between the choice of an action and the first batch that it is in. The second argument:
-    learner steps for each batch of rollouts.
-    """
-
-    worst: Callable[[ResolvedConfig, int], int | None] = lambda config, updates: 0  # None: no bound
-    least: Callable[[ResolvedConfig, int], int] = lambda config, updates: 0  # the lowest `max_lag` that can be kept
+Section = Decoupled | Central  # the settings of an acting with child processes
 
 
 @dataclass(frozen=True)
@@ -233,7 +216,10 @@ class ActingKind(Generic[M]):
     batch_settings: Callable[[bool, int], dict[str, Any]] = lambda lockstep, batch_size: {}
     replay: str = ""  # package.module:callable, a `connect` along the flight record `setup.life`; empty: impossible
     publish_every: Callable[[Config], int] = lambda config: 1  # learner steps between updates of the acting weights
-    lag: Lag = Lag()  # noqa: RUF009 - a constant
+    # Policy lag: learner steps between the choice of an action and the first batch that it is in, where each batch of
+    # rollouts has `updates` learner steps: the most (None: no bound), and the lowest `max_lag` that can be kept.
+    worst_lag: Callable[[ResolvedConfig, int], int | None] = lambda config, updates: 0
+    least_lag: Callable[[ResolvedConfig, int], int] = lambda config, updates: 0
     max_envs: Callable[[Config], int] = lambda config: sys.maxsize  # of one learner
     batch_max: Callable[[Config], int] = lambda config: 0  # most envs in one forward pass; 0: no limit
     one_group: Callable[[Config], bool] = lambda config: False  # all envs of a process are acted on at once

@@ -13,71 +13,50 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import cast
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from coterie.acting.base import Acting, ActingKind, Lag, LearnerSetup, core_shape
+from coterie.acting.base import Acting, ActingKind, LearnerSetup
 from coterie.acting.batching import choose_batch, has_room
-from coterie.acting.central_stream import (
-    REFUSALS,
-    BatchAssembly,
-    CentralConfig,
-    EnvStream,
-    EnvStreams,
-    InferenceRequest,
-    join,
-)
+from coterie.acting.central_stream import BatchAssembly, EnvHostService, EnvStream, EnvStreams, InferenceRequest
+from coterie.acting.child_processes import apart_refusals
 from coterie.acting.env_host import EnvHost, HostMemory
-from coterie.acting.recorder import Fields, as_rollout, local_fields
-from coterie.acting.twin_models import Twin, TwinModels
+from coterie.acting.recorder import Fields, as_rollout
+from coterie.acting.twin_models import TwinModels
 from coterie.acting.window import going, least_lag, worst_lag
-from coterie.config import ResolvedConfig
-from coterie.models.base import Model
+from coterie.config import Refusal, ResolvedConfig
 from coterie.models.build import Network, acting_copy
-from coterie.parallel.board import Board
 from coterie.parallel.clock import awake
-from coterie.parallel.stages import Stages
 from coterie.parallel.upload import Pinned, finish_kernels, urgent_stream
 from coterie.plugins import substitute
-from coterie.remote.admission import EnvHostService
 from coterie.types import AgentOutput, CoterieError, Inputs, Rollout, counted
 from coterie.wire.auth import offset
-
-# (network, inputs, core state, global ids of the envs) -> output and the next core state
-CentralPolicy = Callable[[Model, Inputs, Tensor | None, Tensor], tuple[AgentOutput, Tensor | None]]
 
 _SETTLE_S = 0.3  # `rest`: acting is idle after this long without a new row
 _CHECK_S = 0.5  # between checks for a failed thread and for the end of the run
 
 
 class Central(EnvStreams, Acting):
-    """A source of rollouts of envs in other processes. `make_fields(width)`: a rollout's arrays for `width` envs."""
+    """A source of rollouts of envs in other processes."""
 
-    def __init__(
-        self, config: CentralConfig, twins: Sequence[Twin], policy: CentralPolicy, make_fields: Callable[[int], Fields],
-        board: Board, rank: int, stages: Stages, device: torch.device,
-    ) -> None:  # fmt: skip
-        super().__init__(config, twins[0][0].initial_state, make_fields, device)
-        self.models, self.policy = TwinModels(twins, device), policy
-        self.board, self.rank, self.stages = board, rank, stages
+    def __init__(self, setup: LearnerSetup) -> None:
+        super().__init__(setup)
+        model, dtype = cast(Network, setup.agent.model), setup.envs.dtype
+        self.models = TwinModels([acting_copy(model, dtype, apart=True) for _ in range(2)], self.device)
+        self.rng = setup.envs.make_rng(setup.rank)
         # Valid rows: received, of abandoned rollouts, in memory after `close`.
         self.produced = self.dropped = self.left = 0
         self.calls = self.rows = 0  # of the policy
         self.columns = 0  # in finished rollouts that the learner has not taken yet
-        batches = [make_fields(config.batch_size) for _ in range(config.batches)]
-        self.assembly = BatchAssembly(config.batch_size, batches, device, lambda: self.inbox.put(None))
-        self.on_produced: Callable[[], None] = lambda: None  # called after each change of `produced`
-        self.look: Callable[[int | None], int] = lambda env_steps: 0  # `Agent.look`
-        self.is_over: Callable[[], bool] = lambda: False  # whether to end instead of waiting for rollouts
+        self.batches = 1 if self.config.lockstep else 2 + self.config.queue
+        batches = [self.make_fields(self.batch_size) for _ in range(self.batches)]
+        self.assembly = BatchAssembly(self.batch_size, batches, self.device, lambda: self.inbox.put(None))
         self.completed: dict[tuple[int, int], int] = {}  # finished rollouts by client and group
-        self.patience = config.timeout / 3 if config.window else 0.0  # with a window all wait for a host that hangs
         self._error: BaseException | None = None
         self.closed = False
-        self._gpu_stream = urgent_stream(device)  # of its threads, so that no answer waits for a learner step
+        self._gpu_stream = urgent_stream(self.device)  # of its threads, so that no answer waits for a learner step
         self.on_close: Callable[[], None] = lambda: None
         self._threads = [
             threading.Thread(target=self._guard, args=(work,), name=f"coterie-{name}", daemon=True)
@@ -113,10 +92,10 @@ class Central(EnvStreams, Acting):
             refresh()
             if (fields := self._wait()) is None:
                 return
-            self.columns -= self.config.batch_size
+            self.columns -= self.batch_size
             yield as_rollout(fields, self.device)
             finish_kernels(self.device)
-            self.window.trained(self.config.batch_size)
+            self.window.trained(self.batch_size)
             self.assembly.free.put(fields)
 
     def rest(self) -> int:
@@ -126,12 +105,12 @@ class Central(EnvStreams, Acting):
             before = self.produced
             time.sleep(_SETTLE_S)
         begun = sum(stream.width for stream in self.streams.values() if stream.recorder is not None)
-        return -(-(self.columns + begun) // self.config.batch_size)
+        return -(-(self.columns + begun) // self.batch_size)
 
     def _wait(self) -> Fields | None:
-        begin = awake()
-        self.stages.start()
-        with self.board.blocked(self.rank):
+        setup, begin = self.setup, awake()
+        setup.stages.start()
+        with setup.board.blocked(setup.rank):
             while True:
                 if self._error is not None:
                     raise self._error
@@ -139,16 +118,16 @@ class Central(EnvStreams, Acting):
                     fields = self.assembly.ready.get(timeout=_CHECK_S)
                     break
                 except queue.Empty:
-                    if self.is_over():
+                    if setup.is_over():
                         return None
                     if not self.streams:  # it hangs no more than its hosts that are still to come
-                        self.board.heartbeat(self.rank)
-                    if awake() - begin > self.config.timeout:
+                        setup.board.heartbeat(setup.rank)
+                    if awake() - begin > setup.timeout:
                         raise CoterieError(
-                            f"no batch of rollouts for {self.config.timeout:g} s: {len(self.streams)} streams of "
+                            f"no batch of rollouts for {setup.timeout:g} s: {len(self.streams)} streams of "
                             f"{self.envs} envs are connected"
                         ) from None
-        self.stages.lap("wait")
+        setup.stages.lap("wait")
         return fields
 
     # The inference thread.
@@ -183,10 +162,10 @@ class Central(EnvStreams, Acting):
             streams, done = sorted(self.streams.values(), key=lambda x: x.first_env_id), self.completed
             # The others wait for the weights trained on their last rollout.
             due = [x for x in streams if x.recorder is not None or self.models.published > done.get(x.place, 0)]
-            ready = sum(x.width for x in streams) == config.envs and all(x in pending and x.may_go() for x in due)
+            ready = sum(x.width for x in streams) == self.own_envs and all(x in pending and x.may_go() for x in due)
             return [pending[x] for x in due] if ready else [], _CHECK_S
         # Finished rollouts of closed streams count against the limit.
-        able = going(pending.values(), has_room(self.columns, self.envs, config.batches * config.batch_size))
+        able = going(pending.values(), has_room(self.columns, self.envs, self.batches * self.batch_size))
         least = min(config.batch_min, self.envs)
         picked, wait = choose_batch(able, time.perf_counter(), least, config.batch_max, config.wait)
         return picked, min(wait, _CHECK_S)
@@ -199,12 +178,13 @@ class Central(EnvStreams, Acting):
             if request.stream.counted:
                 self.produced += request.stream.seen
             request.stream.seen = 0
-        self.on_produced()
+        self.setup.on_produced()
         states = [q.stream.state for q in batch if q.stream.state is not None]
         ids = torch.from_numpy(np.concatenate([q.stream.ids for q in batch])).to(self.device)
         with self.models.newest() as (model, version, publication):
-            self.note("infer", publication, self.look(None), [q.stream.serial for q in batch])
-            out, after = self.policy(model, join(inputs), torch.cat(states) if states else None, ids)
+            self.setup.note("infer", publication, self.look(), [q.stream.serial for q in batch])
+            state = torch.cat(states) if states else None
+            out, after = self.setup.agent.apart(model, join(inputs), state, ids, self.rng)
             action = out.action.cpu().numpy()  # waits for a GPU, which then has read the weights, and the hosts' memory
         at, waiting = 0, list[InferenceRequest]()
         for request in batch:
@@ -212,11 +192,11 @@ class Central(EnvStreams, Acting):
             mine = slice(at, at + stream.width)
             at = mine.stop
             part = AgentOutput(out.action[mine], out.log_prob[mine], out.value[mine])
-            if stream.row == self.config.unroll_length:
+            if stream.row == self.unroll_length:
                 self.assembly.finished.put((stream, stream.finish(request, part.value)))
                 self.columns += stream.width
                 self.completed[stream.place] = self.completed.get(stream.place, 0) + 1
-                if self.config.lockstep or self.config.window:  # the next one begins with weights of that time
+                if self.paced:
                     waiting.append(request)
                     continue
                 stream.see(request.seen)
@@ -224,6 +204,10 @@ class Central(EnvStreams, Acting):
             request.answer({"action": action[mine]}, version)
         self.calls, self.rows = self.calls + 1, self.rows + at
         return waiting
+
+    def look(self) -> int:
+        """Explore as of the learner's env steps now; returns them."""
+        return self.setup.agent.look(None)
 
     def _guard(self, work: Callable[[], None]) -> None:
         try:
@@ -245,31 +229,26 @@ class Central(EnvStreams, Acting):
         }
 
 
-def make_central(setup: LearnerSetup, kind: Callable[..., Central]) -> Central:
-    config, share, agent, unroll = setup.config, setup.envs, setup.agent, setup.unroll_length
-    rng = share.make_rng(setup.rank)
-    settings = CentralConfig.of(setup, KIND.batch_size(config))
-    twins = [acting_copy(cast(Network, agent.model), share.dtype, apart=True) for _ in range(2)]
-    make_fields = partial(local_fields, share.spec, unroll, device=share.device, core=core_shape(agent.model))
-    policy: CentralPolicy = lambda model, inputs, state, ids: agent.apart(model, inputs, state, ids, rng)  # noqa: E731
-    central = kind(settings, twins, policy, make_fields, setup.board, setup.rank, setup.stages, share.device)
-    central.is_over, central.on_produced = setup.is_over, setup.on_produced
-    central.note, central.look = setup.note, agent.look
-    return central
+def join(inputs: Sequence[Inputs]) -> Inputs:
+    """The inputs of several streams as one batch."""
+    if len(inputs) == 1:
+        return inputs[0]
+    first = inputs[0].obs
+    obs = {k: torch.cat([x.obs[k] for x in inputs]) for k in first} if isinstance(first, dict) else None
+    return Inputs(obs or torch.cat([x.obs for x in inputs]), *(torch.cat([x[i] for x in inputs]) for i in range(1, 4)))
 
 
 def connect(setup: LearnerSetup, memory: HostMemory | None) -> Acting:
     """`memory` is None if the run starts no env hosts."""
-    config, share = setup.config, setup.envs
-    central = make_central(setup, substitute(config, "acting", Central))
-    serve = partial(EnvHostService, config, share.spec, setup.rank, central)
+    config, serve = setup.config, setup.servers.serve
+    central = substitute(config, "acting", Central)(setup)
     with ExitStack() as made:
         made.callback(central.close)
         if memory is not None:
-            central.on_close = Pinned(memory.memory, share.device).close
-            setup.servers.serve(memory.address, {"Infer": serve(local=memory.obs)})
+            central.on_close = Pinned(memory.memory, setup.envs.device).close
+            serve(memory.address, {"Infer": EnvHostService(central, memory.obs)})
         if config.wire.bind:
-            setup.servers.serve(offset(config.wire.bind, setup.rank), {"Infer": serve()}, "wire.bind")
+            serve(offset(config.wire.bind, setup.rank), {"Infer": EnvHostService(central)}, "wire.bind")
         made.pop_all()
     return central
 
@@ -290,8 +269,22 @@ KIND = ActingKind(
     max_envs=lambda config: config.central.max_envs,
     batch_max=lambda config: config.central.batch_max,
     one_group=lambda config: config.central.lockstep,
-    lag=Lag(worst_lag, least_lag),
-    refusals=REFUSALS,
-    replay="coterie.acting.central_again:replay",
+    worst_lag=worst_lag,
+    least_lag=least_lag,
+    refusals=(
+        *apart_refusals(lambda config: config.central, optional=True),
+        Refusal(
+            lambda c, s: c.central.lockstep and c.env.groups == 2,
+            "env.groups",
+            "must be 0 or 1 in lockstep: the policy acts for all envs of a host at once",
+        ),
+        Refusal(lambda c, s: c.env.num_envs > c.central.max_envs, "central.max_envs", "must not be below env.num_envs"),
+        Refusal(
+            lambda c, s: 0 < c.central.batch_max < c.central.batch_min,
+            "central.batch_max",
+            "must not be below central.batch_min",
+        ),
+    ),
+    replay="coterie.acting.central_again:CentralAgain",
     simulation="coterie.tools.plan.acting:SimCentral",
 )

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
-from coterie.acting.base import Acting, LearnerSetup
-from coterie.acting.central import Central, make_central
+from coterie.acting.base import LearnerSetup
+from coterie.acting.central import Central
 from coterie.acting.central_stream import EnvStream, InferenceRequest
 from coterie.acting.env_host import as_arrays, host_envs
 from coterie.acting.history import History
@@ -65,16 +65,19 @@ class HistoricModel:
 class CentralAgain(Central):
     """Answers the recorded batches whenever the learner has no rollouts left."""
 
-    def begin(self, setup: LearnerSetup, life: Life) -> CentralAgain:
-        self.setup, self.life, self.answers = setup, life, deque(life.of("infer"))
+    def __init__(self, setup: LearnerSetup, memory: None) -> None:
+        super().__init__(setup)
+        life = cast(Life, setup.life)
+        self.answers = deque(life.of("infer"))
         self.models = HistoricModel(setup, [number for number, _, _ in self.answers])  # type: ignore[assignment]
-        self.look = lambda env_steps: setup.agent.look(self.env_steps)
         self.env_steps = 0
         self.opening = {event[0]: event[1:] for event in life.of("open")}
         self.hosts: dict[tuple[int, int], Any] = {}  # by number and life
         self.again: dict[int, StreamAgain] = {}  # by serial
         self.waiting: dict[int, InferenceRequest] = {}  # that have to be answered with newer weights
-        return self
+
+    def look(self) -> int:
+        return self.setup.agent.look(self.env_steps)
 
     def _work(self) -> dict[str, Callable[[], None]]:
         return {"prefetch": self.assembly.run}
@@ -82,14 +85,14 @@ class CentralAgain(Central):
     def rollouts(self, refresh: Callable[[], None]) -> Iterator[Rollout]:
         while True:
             refresh()
-            while self.columns < self.config.batch_size:
+            while self.columns < self.batch_size:
                 if not self.answers:
                     return
                 _, self.env_steps, serials = self.answers.popleft()
                 batch = [self._request(serial) for serial in serials]
                 self.waiting = {q.stream.serial: q for q in self._answer(batch)} | self.waiting
             fields = self.assembly.ready.get(timeout=_PATIENCE_S)
-            self.columns -= self.config.batch_size
+            self.columns -= self.batch_size
             yield as_rollout(fields, self.device)
             self.assembly.free.put(fields)
 
@@ -119,7 +122,3 @@ class CentralAgain(Central):
         super().close()
         for envs in self.hosts.values():
             envs.close()
-
-
-def replay(setup: LearnerSetup, memory: None) -> Acting:
-    return cast(CentralAgain, make_central(setup, CentralAgain)).begin(setup, cast(Life, setup.life))

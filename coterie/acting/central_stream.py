@@ -1,7 +1,8 @@
-"""Streams of central acting: per-stream state on the learner, and assembly of rollouts into batches."""
+"""Streams of central acting: their admission, their state on the learner, and assembly of rollouts into batches."""
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 import time
@@ -9,68 +10,22 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.acting.base import LearnerSetup
-from coterie.acting.child_processes import apart_refusals
-from coterie.acting.recorder import ON_HOST, Fields, Recorder, valid_rows
+from coterie.acting.base import LearnerSetup, core_shape
+from coterie.acting.recorder import ON_HOST, Fields, Recorder, local_fields, valid_rows
 from coterie.acting.window import Window, window_of
-from coterie.config import Refusal
-from coterie.flight.life import Note, unrecorded
+from coterie.envs.tasks import child_env, tasks
 from coterie.parallel.slots import columns_of
 from coterie.parallel.upload import finish_kernels
-from coterie.remote.admission import FIRST_REMOTE_ID
-from coterie.types import AgentOutput, Array, Inputs, Spec, TimeStep, counted, from_entries
+from coterie.remote.admission import FIRST_REMOTE_ID, ClientIds, check_hello, settings_of
+from coterie.types import AgentOutput, Array, Inputs, TimeStep, counted, from_entries
 from coterie.wire.codec import Newest, Refused, action_layout, check_values, timestep_layout
 from coterie.wire.service import Answer, ServiceStream
-
-REFUSALS = (
-    *apart_refusals(lambda config: config.central, optional=True),
-    Refusal(
-        lambda c, s: c.central.lockstep and c.env.groups == 2,
-        "env.groups",
-        "must be 0 or 1 in lockstep: the policy acts for all envs of a host at once",
-    ),
-    Refusal(lambda c, s: c.env.num_envs > c.central.max_envs, "central.max_envs", "must not be below env.num_envs"),
-    Refusal(
-        lambda c, s: 0 < c.central.batch_max < c.central.batch_min,
-        "central.batch_max",
-        "must not be below central.batch_min",
-    ),
-)
-
-
-@dataclass(frozen=True)
-class CentralConfig:
-    """The settings of central acting; config.Central explains them."""
-
-    spec: Spec
-    envs: int  # of the run's own hosts
-    unroll_length: int
-    batch_size: int
-    batches: int
-    batch_min: int = 0
-    batch_max: int = 0
-    wait: float = 0.002
-    lockstep: bool = False
-    newest: bool = False
-    max_envs: int = 4096
-    timeout: float = 900.0
-    window: int = 0  # columns, see `window.Window`
-    replayed: bool = False  # the record decides when a rollout begins
-
-    @classmethod
-    def of(cls, setup: LearnerSetup, batch_size: int) -> CentralConfig:
-        config, own = setup.config, setup.config.central
-        return cls(
-            setup.envs.spec, config.env.num_envs if config.actors else 0, setup.unroll_length, batch_size,
-            1 if own.lockstep else 2 + own.queue, own.batch_min, own.batch_max, own.wait, own.lockstep,
-            own.newest_frame, min(own.max_envs, setup.max_envs), setup.timeout,
-            0 if own.lockstep else window_of(config.max_lag, batch_size, setup.updates), setup.life is not None,
-        )  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -96,12 +51,12 @@ class EnvStream(ServiceStream):
     ) -> None:  # fmt: skip
         super().__init__({})  # the service fills the welcome
         self.among, self.place, self.first_env_id = among, place, first_env
-        self.config = config = among.config
+        self.spec = spec = among.setup.envs.spec
         self.width = width = int(recorders[0].is_first.shape[1])
         self.alive = self.counted = True  # counted: its unfinished rollout is not dropped yet
         self.shared = shared  # observations that are not in the frames
-        self.reads = timestep_layout(config.spec, width, config.newest and not shared, bool(shared))
-        self.writes = action_layout(config.spec, width)
+        self.reads = timestep_layout(spec, width, among.config.newest_frame and not shared, bool(shared))
+        self.writes = action_layout(spec, width)
         self.newest = Newest(self.reads)
         self.ids = np.arange(first_env, first_env + width, dtype=np.int64)
         self.recorders = deque(recorders)  # free ones
@@ -117,7 +72,7 @@ class EnvStream(ServiceStream):
     def ask(self, arrays: dict[str, Array], answer: Answer) -> None:
         """In the server's thread: check the arrays, and pass them to the inference thread."""
         arrays = {**self.newest.join(arrays), **self.shared}
-        check_values(self.config.spec, arrays)
+        check_values(self.spec, arrays)
         obs = {k.removeprefix("obs/"): x for k, x in arrays.items() if k.startswith("obs/")}
         seen = TimeStep(
             obs=from_entries(obs),
@@ -142,7 +97,7 @@ class EnvStream(ServiceStream):
         begun = self.recorder is not None
         room = room and bool(self.recorders) and (begun or self.window.may_begin(before + self.width))
         # The last row of a rollout is the first one of the next, but for lockstep.
-        return room or (begun and (self.row != self.config.unroll_length or self.config.lockstep))
+        return room or (begun and (self.row != self.among.unroll_length or self.among.config.lockstep))
 
     def see(self, seen: TimeStep) -> Inputs:
         """Write the next row, of a new rollout if the last one is finished."""
@@ -181,17 +136,20 @@ class EnvStream(ServiceStream):
 
 
 class EnvStreams:
-    """The open streams of a learner. `initial_state(n)`: recurrent state of n envs."""
+    """The open streams of a learner."""
 
-    def __init__(
-        self, config: CentralConfig, initial_state: Callable[[int], Tensor | None],
-        make_fields: Callable[[int], Fields], device: torch.device,
-    ) -> None:  # fmt: skip
-        self.config, self.initial_state, self.make_fields, self.device = config, initial_state, make_fields, device
-        self.unroll_length, self.window = config.unroll_length, Window(0 if config.replayed else config.window)
+    def __init__(self, setup: LearnerSetup) -> None:
+        config, own = setup.config, setup.config.central
+        self.setup, self.config, self.device, self.unroll_length = setup, own, setup.envs.device, setup.unroll_length
+        self.batch_size = own.batch_size or config.env.num_envs
+        self.own_envs = config.env.num_envs if config.actors else 0  # of the run's own hosts
+        self.max_envs = min(own.max_envs, setup.max_envs)
+        self.paced = own.lockstep or config.max_lag > 0  # a new rollout waits for weights that are new enough
+        unbound = own.lockstep or setup.life is not None  # in a replay the record decides when a rollout begins
+        self.window = Window(0 if unbound else window_of(config.max_lag, self.batch_size, setup.updates))
+        self.patience = setup.timeout / 3 if self.window.columns else 0.0  # with a window all wait for one that hangs
         self.streams: dict[tuple[int, int], EnvStream] = {}  # by client and group
         self.envs = self.opened = 0  # of all streams; streams that were ever opened
-        self.note: Note = unrecorded  # an event of the flight record
         self.inbox = queue.SimpleQueue[InferenceRequest | EnvStream | None]()  # requests, closed streams, wake-ups
         self._streams_lock = threading.RLock()  # the servers for local and for remote hosts have a thread each
 
@@ -201,29 +159,35 @@ class EnvStreams:
     ) -> EnvStream:  # fmt: skip
         """Open a stream, with new rollouts and recurrent states. It replaces an older one of the same client."""
         with self._streams_lock:
-            config, old = self.config, self.streams.get((number, group))
+            old = self.streams.get((number, group))
             others = self.envs - (old.width if old else 0)
             kept = 0  # for the run's own hosts, which may be restarting
             if number >= FIRST_REMOTE_ID:
-                kept = max(0, config.envs - sum(s.width for s in self.streams.values() if s.place[0] < FIRST_REMOTE_ID))
-            if width < 1 or others + width > config.max_envs - kept:
+                there = sum(stream.width for stream in self.streams.values() if stream.place[0] < FIRST_REMOTE_ID)
+                kept = max(0, self.own_envs - there)
+            if width < 1 or others + width > self.max_envs - kept:
                 local = f", {kept} of them reserved for the run's local hosts" if kept else ""
-                room = f"the limit is {config.max_envs}{local} (central.max_envs, replay.envs)"
+                room = f"the limit is {self.max_envs}{local} (central.max_envs, replay.envs)"
                 raise Refused(f"cannot add {counted(width, 'env')} to {others}: {room}")
-            self.window.check(width, config.batch_size)
+            self.window.check(width, self.batch_size)
             if old is not None:
                 self.leave(old)
             # Two: one is written while the other waits for the prefetch thread.
             recorders = [Recorder(self.make_fields(width), [slice(0, width)], self.device) for _ in range(2)]
-            state = self.initial_state(width)
+            state = self.setup.agent.model.initial_state(width)
             stream = EnvStream(self, (number, group), first_env, recorders, state, shared)
             if self.device.type == "cuda":  # other streams of the GPU write there
                 torch.cuda.synchronize(self.device)
             stream.serial, self.opened = self.opened, self.opened + 1
-            self.note("open", stream.serial, number, group, life, first_env, width)
+            self.setup.note("open", stream.serial, number, group, life, first_env, width)
             self.streams = {**self.streams, stream.place: stream}  # a copy: another thread may iterate
             self.envs += width
             return stream
+
+    def make_fields(self, width: int) -> Fields:
+        """The arrays of a rollout of `width` envs."""
+        spec, core = self.setup.envs.spec, core_shape(self.setup.agent.model)
+        return local_fields(spec, self.unroll_length, width, self.device, core)
 
     def leave(self, stream: EnvStream) -> None:
         """Close a stream: its envs are not waited for any more."""
@@ -235,13 +199,42 @@ class EnvStreams:
                 self.inbox.put(stream)
 
 
-def join(inputs: Sequence[Inputs]) -> Inputs:
-    """The inputs of several streams as one batch."""
-    if len(inputs) == 1:
-        return inputs[0]
-    first = inputs[0].obs
-    obs = {k: torch.cat([x.obs[k] for x in inputs]) for k in first} if isinstance(first, dict) else None
-    return Inputs(obs or torch.cat([x.obs for x in inputs]), *(torch.cat([x[i] for x in inputs]) for i in range(1, 4)))
+class EnvHostService:
+    """The service of central acting. `local`: for the run's own env hosts, which know their numbers, with where each
+    host's observations are, `[hosts, envs, ..]`.
+    """
+
+    def __init__(self, streams: EnvStreams, local: Mapping[str, Array] | None = None) -> None:
+        setup = streams.setup
+        self.streams, self.local, self.config, self.spec = streams, local, setup.config, setup.envs.spec
+        self.ids = ClientIds(setup.config, setup.rank)
+        settings = settings_of(setup.config, self.spec, setup.unroll_length)
+        self.settings = json.dumps(settings, allow_nan=False)
+
+    def __call__(self, hello: Any) -> ServiceStream:
+        local, own = self.local, self.config.central
+        number = self.ids.number(hello.run_id) if local is None else hello.number
+        welcome = {"number": number, "learners": self.config.learners, "settings": self.settings}
+        if hello.envs == 0:
+            return ServiceStream(welcome)
+        if hello.envs > own.max_envs:
+            raise Refused(f"{hello.envs} envs are more than central.max_envs, {own.max_envs}")
+        expected = timestep_layout(self.spec, hello.envs, own.newest_frame and local is None, local is not None)
+        check_hello(hello, tasks(self.config.env.id), expected)
+        if local is None:
+            first, life, shared = self.ids.first_env(hello.run_id, hello.group, hello.envs), -1, {}
+            number += FIRST_REMOTE_ID
+        else:
+            mine = slice(hello.group * hello.envs, (hello.group + 1) * hello.envs)
+            if not all(0 <= number < len(x) and 0 <= mine.start < mine.stop <= len(x[0]) for x in local.values()):
+                raise Refused(f"host {number} has no group {hello.group} of {hello.envs} envs")
+            first, life = child_env(self.config, number, self.streams.setup.rank)[1] + mine.start, hello.run_id
+            shared = {name: x[number, mine] for name, x in local.items()}
+        stream = self.streams.open_stream(number, hello.group, first, hello.envs, life, shared)
+        stream.welcome = {**welcome, "first_env_id": first}
+        stream.patience = self.streams.patience if local is None else 0.0  # its launch kills a local one that hangs
+        stream.about = f"{counted(hello.envs, 'env')} of a host" if local is None else ""
+        return stream
 
 
 class BatchAssembly:

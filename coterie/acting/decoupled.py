@@ -15,18 +15,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 
-import torch
-
 from coterie.acting.actor import Actor, ActorMemory, batches_of
-from coterie.acting.base import Acting, ActingKind, Agent, Lag, LearnerSetup
+from coterie.acting.base import Acting, ActingKind, LearnerSetup
 from coterie.acting.child_processes import apart_refusals, shares_evenly
 from coterie.acting.recorder import as_rollout, valid_rows
-from coterie.config import Decoupled as DecoupledConfig
 from coterie.config import Refusal, ResolvedConfig
 from coterie.envs.tasks import envs_per_child
-from coterie.parallel.board import Board
 from coterie.parallel.clock import awake
-from coterie.parallel.stages import Stages
 from coterie.parallel.upload import Uploads
 from coterie.plugins import substitute
 from coterie.remote.rollout_service import RolloutService
@@ -39,17 +34,13 @@ _POLL_S = 2e-4  # between polls of shared memory
 class Decoupled(Acting):
     """The learner's side: a source of rollouts from actors."""
 
-    def __init__(
-        self, memory: ActorMemory, agent: Agent, board: Board, rank: int, stages: Stages, device: torch.device,
-        config: DecoupledConfig, timeout: float,
-    ) -> None:  # fmt: skip
+    def __init__(self, setup: LearnerSetup, memory: ActorMemory) -> None:
+        self.setup, self.config, self.device = setup, setup.config.decoupled, setup.envs.device
         self.memory, self.slots, self.weights = memory, memory.slots, memory.weights
-        self.params, self.moments = agent.params, agent.moments
-        self.board, self.rank, self.stages, self.config, self.timeout = board, rank, stages, config, timeout
         self.opened = deque[int]()  # batches that are being filled, or are full; the oldest first
         self.closed = False
         self.waiting = 0  # full batches that wait behind the one in training
-        self.device, self.uploads = device, Uploads(self.slots.fields, self.slots.memory, device)
+        self.uploads = Uploads(self.slots.fields, self.slots.memory, self.device)
         self.remote: RolloutService | None = None  # receives the rollouts of remote actors
 
     def close(self) -> None:
@@ -60,9 +51,9 @@ class Decoupled(Acting):
 
     def publish(self, version: int) -> None:
         """Publish the weights of learner step `version`, if at least `publish_every` steps newer than the last."""
-        published = self.weights.version
+        published, agent = self.weights.version, self.setup.agent
         if published < 0 or not 0 <= version - published < self.config.publish_every:
-            self.weights.publish(self.params.data, self.moments.read(), version)
+            self.weights.publish(agent.params.data, agent.moments.read(), version)
 
     def rollouts(self, refresh: Callable[[], None]) -> Iterator[Rollout]:
         free, opened = deque(range(self.slots.batches)), self.opened
@@ -77,7 +68,7 @@ class Decoupled(Acting):
             copies = self.uploads.get(batch)
             if self.waiting and self.slots.is_full(opened[0]):
                 self.uploads.send(opened[0])
-            self.stages.lap("upload")
+            self.setup.stages.lap("upload")
             yield replace(as_rollout(self.slots.fields[batch], self.device, copies), origins=self.slots.origins(batch))
             self.uploads.free(batch)
             free.append(batch)
@@ -94,14 +85,14 @@ class Decoupled(Acting):
         return [s % actors for s in range(self.slots.per_batch)] if self.config.lockstep else None
 
     def _wait(self, batch: int) -> None:
-        begin = awake()
-        self.stages.start()
-        with self.board.blocked(self.rank):
+        setup, begin = self.setup, awake()
+        setup.stages.start()
+        with setup.board.blocked(setup.rank):
             while not self._is_full(batch):
                 time.sleep(_POLL_S)
-                if awake() - begin > self.timeout:
-                    raise CoterieError(f"no batch of rollouts for {self.timeout:g} s: the actors hang")
-        self.stages.lap("wait")
+                if awake() - begin > setup.timeout:
+                    raise CoterieError(f"no batch of rollouts for {setup.timeout:g} s: the actors hang")
+        setup.stages.lap("wait")
 
     def _is_full(self, batch: int) -> bool:
         if self.remote is not None and self.remote.error is not None:
@@ -123,9 +114,7 @@ class Decoupled(Acting):
 
 def connect(setup: LearnerSetup, memory: ActorMemory) -> Acting:
     config, agent = setup.config, setup.agent
-    acting = substitute(config, "acting", Decoupled)(
-        memory, agent, setup.board, setup.rank, setup.stages, setup.envs.device, config.decoupled, setup.timeout
-    )
+    acting = substitute(config, "acting", Decoupled)(setup, memory)
     with ExitStack() as made:
         made.callback(acting.close)
         if config.wire.bind:
@@ -165,7 +154,8 @@ KIND = ActingKind(
     section=lambda config: config.decoupled,
     batch_settings=lambda lockstep, size: {"decoupled.lockstep": lockstep, "decoupled.batch_size": size},
     publish_every=lambda config: config.decoupled.publish_every,
-    lag=Lag(worst_lag, lambda config, updates: config.decoupled.publish_every - 1),
+    worst_lag=worst_lag,
+    least_lag=lambda config, updates: config.decoupled.publish_every - 1,
     refusals=(
         *apart_refusals(lambda config: config.decoupled),
         Refusal(

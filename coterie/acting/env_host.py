@@ -14,7 +14,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from coterie.acting.base import EnvShare, MemorySetup, Stopped, WorkerSetup
+from coterie.acting.base import EnvShare, Memory, MemorySetup, Stopped, WorkerSetup
 from coterie.acting.child_processes import Reporter, WorkerReport, reported
 from coterie.acting.recorder import Envs, env_loop
 from coterie.envs.tasks import envs_per_child
@@ -70,7 +70,7 @@ def host_envs(share: EnvShare) -> Envs:
     return share.make(share.config.env.threads or len(available_cores()) * share.groups)
 
 
-class HostMemory(InSharedMemory):
+class HostMemory(InSharedMemory, Memory):
     """The unix socket at which a learner's env hosts connect, and each env's newest observation in shared memory.
 
     A host writes the observations of a group before its question, and again only after the answer. A frame would be
@@ -90,13 +90,6 @@ class HostMemory(InSharedMemory):
 
     def __getstate__(self) -> dict[str, object]:
         return {**super().__getstate__(), "address": self.address}
-
-    def abandon(self, child: int) -> None:
-        """A stream ends with its host."""
-
-    def delivered(self, child: int) -> int:
-        """The learner counts the rows that it receives."""
-        return 0
 
     def close(self) -> None:
         self.release()

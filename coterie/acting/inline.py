@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from coterie.acting.base import Acting, ActingKind, GroupPolicy, LearnerSetup, core_shape, group_policy
-from coterie.acting.recorder import Envs, Recorder, env_loop, local_fields, valid_rows
+from coterie.acting.recorder import Envs, Recorder, as_rollout, env_loop, local_fields, valid_rows
 from coterie.config import Refusal, ResolvedConfig
 from coterie.envs.news import EnvNews
 from coterie.parallel.stages import Stages
@@ -75,7 +75,7 @@ class Inline(Acting):
             self.stages.merge(self.clocks)
             self.produced += valid_rows(self.recorder.fields)
             last = self.recorder.last()
-            yield self.recorder.rollout()
+            yield as_rollout(self.recorder.fields, self.recorder.device)
 
     @torch.inference_mode()
     def _collect(self, rows: range, seen: dict[int, TimeStep], clock: Stages) -> dict[int, TimeStep]:

@@ -89,26 +89,20 @@ def rollout_layout(
     return layout | ({"core": ((b, *core), "float32")} if core else {})
 
 
-def poison(fields: Fields) -> Fields:
-    """Fill new fields so that a misread is visible; returns them."""
-    for name in ("log_prob", "value", "reward"):
-        fields[name].fill_(_POISON)
-    fields["reward"][0] = 0
-    fields["is_first"].fill_(True)
-    return fields
-
-
 def local_fields(
     spec: Spec, unroll_length: int, num_envs: int, device: torch.device, core: tuple[int, ...] = ()
 ) -> Fields:
     """A rollout's arrays in this process: the fields in `ON_HOST` on the host, the rest on `device`."""
     host = torch.device("cpu")
-    return poison(
-        {
-            name: torch.zeros(shape, dtype=getattr(torch, dtype), device=host if name in ON_HOST else device)
-            for name, (shape, dtype) in rollout_layout(spec, unroll_length, num_envs, core).items()
-        }
-    )
+    fields = {
+        name: torch.zeros(shape, dtype=getattr(torch, dtype), device=host if name in ON_HOST else device)
+        for name, (shape, dtype) in rollout_layout(spec, unroll_length, num_envs, core).items()
+    }
+    for name in ("log_prob", "value", "reward"):
+        fields[name].fill_(_POISON)
+    fields["reward"][0] = 0
+    fields["is_first"].fill_(True)
+    return fields
 
 
 def valid_rows(fields: Fields) -> int:
@@ -242,10 +236,6 @@ class Recorder:
     def bootstrap(self, g: int, value: Tensor) -> None:
         """Write the value of row T."""
         self.columns[g].value[-1].copy_(value)
-
-    def rollout(self) -> Rollout:
-        """The rollout just recorded: views of this storage, valid until the next `begin`."""
-        return as_rollout(self.fields, self.device)
 
     def _up(self, tensor: Tensor) -> Tensor:
         return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -31,22 +31,21 @@ class Clock:
 
 @dataclass(frozen=True)
 class Compute:
-    """Where and how a batch is computed: the torso's dtype, most samples at once (0: all), threads that share it."""
+    """Where and how a batch is computed."""
 
-    dtype: torch.dtype = torch.float32
-    chunk: int = 0
-    team: Team = ALONE
-    record: Record | None = None  # of graphs
-    device: torch.device | str = "cpu"
+    dtype: torch.dtype = torch.float32  # of the torsos
+    chunk: int = 0  # most samples at once; 0: all
+    team: Team = ALONE  # threads that share a batch
+    record: Record | None = None  # of learner steps as graphs, where the network can be recorded
+    device: torch.device = field(default_factory=partial(torch.device, "cpu"))
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Mixed precision for the loss's forward pass; none where `dtype` is float32."""
+        plain = self.dtype == torch.float32
+        return nullcontext() if plain else torch.autocast(self.device.type, dtype=self.dtype)
 
 
 ON_CPU = Compute()
-Autocast = Callable[[], AbstractContextManager[object]]
-
-
-def autocast(device: torch.device, dtype: torch.dtype) -> Autocast:
-    """Mixed precision for the loss's forward pass; none where `dtype` is float32."""
-    return nullcontext if dtype == torch.float32 else partial(torch.autocast, device.type, dtype=dtype)
 
 
 @dataclass

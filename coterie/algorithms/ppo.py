@@ -17,7 +17,7 @@ from torch import Tensor
 
 from coterie.acting.table import acting_kind
 from coterie.algorithms.a2c import A2C, RolloutBatch
-from coterie.algorithms.base import ON_CPU, Compute, Loss, Terms, autocast, combine
+from coterie.algorithms.base import ON_CPU, Compute, Loss, Terms, combine
 from coterie.algorithms.table import algorithm_class
 from coterie.config import Config, Refusal
 from coterie.exchange.table import exchange_kind
@@ -50,7 +50,7 @@ class PPO(A2C):
 
     def __init__(self, config: Config, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
         super().__init__(config, spec, compute, seed)
-        self.ppo, self.dtype = config.ppo, compute.dtype
+        self.ppo = config.ppo
         self.rng = torch.Generator().manual_seed(seed)
 
     @classmethod
@@ -100,7 +100,7 @@ class PPO(A2C):
 
         Advantages and value targets stay those of the values while acting, as in the authors' code.
         """
-        with autocast(whole.mask.device, self.dtype)():  # as in `loss`, so that the first ratio is 1
+        with self.compute.autocast():  # as in `loss`, so that the first ratio is 1
             found = [self.dist.log_prob(model(p.inputs, p.core_state)[0], p.action) for p in whole.parts()]
         proximal = torch.cat(found, -1)
         whole.log_rho = torch.where(whole.mask, proximal - whole.behavior_log_prob, 0.0)

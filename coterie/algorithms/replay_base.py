@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import ClassVar, Generic, Protocol, Self, TypeVar, cast
+from typing import ClassVar, Generic, TypeVar, cast
 
 import numpy as np
 import torch
@@ -21,37 +21,13 @@ from coterie.algorithms.base import ON_CPU, AlgorithmBase, Batch, Compute, Loss,
 from coterie.algorithms.replay_size import fits_gpu, replay_capacity
 from coterie.config import Config, ResolvedConfig
 from coterie.models.base import Model
-from coterie.replay.priority import Picks, Priorities, rng_state, set_rng_state
-from coterie.replay.storage import Capacity
-from coterie.replay.transitions import TransitionReplay
-from coterie.types import Array, Rollout, Spec, map_tensors
+from coterie.replay.priority import Picks, rng_state, set_rng_state
+from coterie.replay.sequences import Sequences
+from coterie.replay.storage import Capacity, EnvReplay
+from coterie.replay.transitions import TransitionReplay, Transitions
+from coterie.types import Rollout, Spec, map_tensors
 
-
-class Samples(Protocol):
-    """What a replay gathers: `n` samples."""
-
-    weight: Tensor  # [n] importance weight
-    picks: Picks
-
-    def part(self, at: slice) -> Self: ...  # some of the samples
-
-
-R = TypeVar("R", bound=Samples)
-ROut = TypeVar("ROut", bound=Samples, covariant=True)
-
-
-class Replay(Protocol[ROut]):
-    """Stores rollouts, and samples batches of them by priority."""
-
-    room: Capacity
-    priorities: Priorities
-
-    @property
-    def size(self) -> int: ...
-    def add(self, rollout: Rollout, reward: Array) -> None: ...
-    def gather(self, picks: Picks) -> ROut: ...
-    def state_dict(self) -> dict[str, Tensor]: ...
-    def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
+R = TypeVar("R", Transitions, Sequences)  # what a replay gathers
 
 
 @dataclass
@@ -99,7 +75,7 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
         self.chunk = max(1, self.chunk // self.rows_per_sample(config)) if self.chunk else 0  # samples of a part
         self.team = compute.team  # looks ahead
         self.sampling: np.random.Generator | None = None  # a secondary learner's own, else the replay's
-        self.replay: Replay[R] | None = None
+        self.replay: EnvReplay[R] | None = None
         self.lender: ReplayLearning[R] | None = None  # a secondary learner samples from this one's replay
         self.target: torch.nn.Module | None = None
         self.saved: dict[str, Tensor] = {}  # a checkpoint's, until replay and target network exist
@@ -127,14 +103,14 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
     def replay_bytes(config: ResolvedConfig, spec: Spec) -> int:
         return TransitionReplay.bytes_for(replay_capacity(config, spec))
 
-    def make_replay(self, room: Capacity) -> Replay[R]:
+    def make_replay(self, room: Capacity) -> EnvReplay[R]:
         """An empty replay."""
         replay = self.config.replay
         first = self.value_based and replay.initial == "acting"
         made = TransitionReplay(
             room, self.config.algo.gamma, self.q.n_step, alpha=replay.alpha, seed=self.seed, from_values=first
         )
-        return cast(Replay[R], made)
+        return cast(EnvReplay[R], made)
 
     @abstractmethod
     def make_target(self, model: Model) -> torch.nn.Module:
@@ -205,7 +181,7 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
             set_rng_state(self.sampling, self.saved["sampling"].numpy())
         self.saved = {}
 
-    def _replay_for(self, device: torch.device) -> Replay[R]:
+    def _replay_for(self, device: torch.device) -> EnvReplay[R]:
         room = replay_capacity(self.config, self.spec)
         if fits_gpu(self.config, self.spec, device):
             with suppress(torch.OutOfMemoryError):  # another process was faster
@@ -235,7 +211,7 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
         prepare = partial(self._prepare, self.replay, picks, device)
         return prepare if self.replay.room.device is not None else self.prefetcher.submit(prepare).result
 
-    def _prepare(self, replay: Replay[R], picks: Picks, device: torch.device) -> tuple[R, Tensor | None]:
+    def _prepare(self, replay: EnvReplay[R], picks: Picks, device: torch.device) -> tuple[R, Tensor | None]:
         rows = replay.gather(picks)
         if device.type != "cpu":
             rows = map_tensors(lambda x: x.to(device), rows)

@@ -26,7 +26,7 @@ from coterie.envs.events import EnvEvents
 from coterie.envs.group import Envs
 from coterie.envs.make import backends, make_spec
 from coterie.envs.tasks import child_env
-from coterie.exchange.base import Exchange, Guard, Peers, Setup
+from coterie.exchange.base import Guard, Peers, Setup
 from coterie.exchange.table import exchange_kind
 from coterie.flight.life import Note, unrecorded
 from coterie.flight.record import FlightRecorder, begun, path_of, read_life
@@ -40,7 +40,6 @@ from coterie.parallel.params import FlatParams
 from coterie.parallel.shm import SharedArrays
 from coterie.parallel.threads import ALONE, Team, making
 from coterie.parallel.weights import Weights
-from coterie.plugins import substitute
 from coterie.types import AgentOutput, Inputs, Spec, counted
 
 
@@ -140,7 +139,7 @@ def updates_of(config: ResolvedConfig) -> int:
 def stated_lag(config: ResolvedConfig) -> str:
     """The worst policy lag of a learner, in words."""
     kind, updates = algorithm_class(config), updates_of(config)
-    if (lag := acting_kind(config).lag.worst(config, updates)) is None:
+    if (lag := acting_kind(config).worst_lag(config, updates)) is None:
         return "without a bound"
     stated = f"up to {counted(lag, 'learner step')}"
     if exchange_kind(config).shared_weights and config.learners > 1:
@@ -203,16 +202,7 @@ def patience(config: Config) -> float:
     return 10 + 2 * config.log.stall
 
 
-def exchange_setup(config: Config, params: FlatParams, moments: Moments, peers: Peers, team: Team = ALONE) -> Setup:
-    """What the exchange of one learner is made of. `team`: the threads that train."""
-    same, exchange = algorithm_class(config).steps_kind(config), partial(substitute, config, "exchange")
-    rule, optim = make_rule(config.optim), config.optim
-    shared = rule if team.size == 1 else Divided(rule, team)
-    guard = Guard(optim.max_grad_norm, optim.on_nonfinite == "skip")
-    return Setup(config, params, moments, peers, patience(config), shared, guard, same, exchange)
-
-
-def make_exchange(
+def exchange_setup(
     config: Config,
     params: FlatParams,
     moments: Moments,
@@ -220,7 +210,10 @@ def make_exchange(
     team: Team = ALONE,
     note: Note = unrecorded,
     flush: Callable[[], None] = unrecorded,
-) -> Exchange:
-    """The exchange of one learner. `note` and `flush`: of its flight record."""
-    setup = exchange_setup(config, params, moments, peers, team)
-    return exchange_kind(config).connect(replace(setup, note=note, flush=flush))
+) -> Setup:
+    """What the exchange of one learner is made of. `team`: the threads that train; the rest: of its flight record."""
+    rule, optim = make_rule(config.optim), config.optim
+    shared = rule if team.size == 1 else Divided(rule, team)
+    guard = Guard(optim.max_grad_norm, optim.on_nonfinite == "skip")
+    same = algorithm_class(config).steps_kind(config)
+    return Setup(config, params, moments, peers, patience(config), shared, guard, same, note, flush)

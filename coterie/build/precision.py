@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from coterie.algorithms.base import autocast
+from coterie.algorithms.base import Compute
 from coterie.config import Model
 from coterie.models.torsos import build_torso
 from coterie.parallel.threads import making
@@ -57,7 +57,7 @@ def measure(device: str) -> Bf16:
         for _ in range(_TURNS):
             for dtype, taken in seconds.items():
                 begin = time.perf_counter()
-                with autocast(torch.device(device), dtype)():
+                with Compute(dtype, device=torch.device(device)).autocast():
                     out = torso(frames)
                 gradients = torch.autograd.grad(out.float().square().mean(), tuple(torso.parameters()))
                 found[dtype] = [y.detach().float().cpu() for y in (out, *gradients)]  # waits for a GPU

@@ -31,22 +31,14 @@ _IMAGE_ENVS, _VECTOR_ENVS = 16, 32
 _CPU_CHUNK = 320  # samples of images whose activations still fit the cache (docs/benchmarks/speed.md)
 
 
-@dataclass(frozen=True)
-class Resources:
-    """What one process computes with."""
+@dataclass(frozen=True, kw_only=True)
+class Resources(Compute):
+    """What one process computes with; its team is made in that process."""
 
-    device: torch.device
-    dtype: torch.dtype  # of the torsos
     env_threads: int
     torch_threads: int  # threads that train parts of a batch side by side, each with torch on one core
     groups: int
-    chunk: int
-    record: Record | None = None  # of learner steps as graphs, where the network can be recorded
     record_acting: Record | None = None
-
-    @property
-    def compute(self) -> Compute:
-        return Compute(self.dtype, self.chunk, record=self.record, device=self.device)
 
 
 def check_device(config: Config) -> None:

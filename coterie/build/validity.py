@@ -135,7 +135,7 @@ def check(config: ResolvedConfig, spec: Spec) -> None:
             reason = refusal.reason.replace("ACTING", config.acting).replace("ALGORITHM", label(config.algorithm))
             value = f"{shown(get(config, field))} " if field in _FIELDS else ""  # a registered acting has no section
             raise ConfigError(f"{field}: {value}{reason}")
-    if 0 < config.max_lag < (least := acting_kind(config).lag.least(config, updates_of(config))):
+    if 0 < config.max_lag < (least := acting_kind(config).least_lag(config, updates_of(config))):
         raise ConfigError(f"max_lag: {config.max_lag} must be at least {least} for this layout, or 0 for no such limit")
     check_own(config)
     if ":" in config.model.torso + config.model.core + config.model.network:

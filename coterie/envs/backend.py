@@ -93,7 +93,7 @@ class Backend(ABC):
         """Set these attributes of all instances, and of those that will replace them."""
         raise ConfigError("set_env: these envs have no attributes; use gymnasium's, with env.backend workers")
 
-    def close(self) -> None:  # noqa: B027 (not every backend has something to end)
+    def close(self) -> None:
         """End every thread and process; free all memory."""
 
 

@@ -50,7 +50,7 @@ class AllReduce(Solo):
         super().__init__(setup)
         peers = setup.peers
         self.params, self.moments, self.budget = setup.params, setup.moments, setup.config.steps
-        self.learners, self.timeout = peers.learners, setup.timeout
+        self.learners = peers.learners
         self.memory, self.rendezvous = peers.memory, peers.rendezvous
         self.sums = SharedSum(peers.memory, self.rank) if peers.memory is not None else None
         # NCCL refuses two ranks on one GPU.

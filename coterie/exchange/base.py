@@ -1,11 +1,12 @@
-"""The protocol of an exchange, the guard against gradients that are not finite, and the record of each choice."""
+"""The base of all exchanges, the guard against gradients that are not finite, and the record of each choice."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from coterie.ops.optim import Rule, flat_norm_clip
 from coterie.parallel.board import COUNTS, Board
 from coterie.parallel.params import FlatParams
 from coterie.parallel.shm import SharedArrays
-from coterie.plugins import named
+from coterie.plugins import named, substitute
 from coterie.types import Array, ConfigError, CoterieError
 
 _MOST_IN_A_ROW = 1000  # batches that are skipped, until it is clear that nothing more is learned
@@ -59,10 +60,10 @@ class Guard:
         self.skipped += 1
 
 
-class Exchange(Protocol):
+class Exchange(ABC):
     """How learners synchronize. A context manager: the learner joins the others at entry and leaves them at exit.
 
-    A subclass has the methods with a body: they count on the run's board, and decide without others.
+    What is not abstract counts on the run's board, decides without others, and keeps the weights local.
     """
 
     guard: Guard
@@ -93,12 +94,27 @@ class Exchange(Protocol):
         """For the metrics."""
         return {}
 
-    def __exit__(self, *error: object) -> None: ...
-    def pull(self, params: FlatParams) -> None: ...  # make the local weights current
-    def step(self, params: FlatParams, lr: float) -> float: ...  # agree, clip, check, update, clear; returns the norm
-    def after_rollout(self, params: FlatParams) -> None: ...
-    def report_to(self, log: Callable[[str], None]) -> None: ...  # lines about other machines
-    def state_dict(self) -> dict[str, Tensor]: ...
+    def __exit__(self, *error: object) -> None:
+        """Leave the other learners."""
+
+    def pull(self, params: FlatParams) -> None:
+        """Make the local weights current, before a rollout."""
+
+    @abstractmethod
+    def step(self, params: FlatParams, lr: float) -> float:
+        """Agree on a gradient, clip and check it, update the weights, clear it; returns its norm before clipping."""
+
+    def after_rollout(self, params: FlatParams) -> None:
+        """A rollout was learned."""
+
+    def report_to(self, log: Callable[[str], None]) -> None:
+        """Where to print lines about other machines."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything but the weights and normalizers that a checkpoint must hold."""
+
+    @abstractmethod
     def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
 
 
@@ -118,7 +134,7 @@ class Peers:
 
     @property
     def learners(self) -> int:
-        return len(self.board.active)
+        return self.board.learners
 
 
 @dataclass(frozen=True)
@@ -133,7 +149,6 @@ class Setup:
     rule: Rule
     guard: Guard
     same: tuple[object, ...] = ()  # settings of the algorithm that all learners in lockstep must share
-    substitute: Callable[[Any], Callable[..., Exchange]] = lambda kind: kind  # a user-defined class
     note: Note = unrecorded  # an event of the flight record
     flush: Callable[[], None] = unrecorded  # the events so far stay even if the learner is killed
 
@@ -186,4 +201,4 @@ class ExchangeKind:
     def connect(self, setup: Setup) -> Exchange:
         if setup.peers.life is not None:
             return cast(Exchange, named("exchange", self.replay)(setup))
-        return setup.substitute(self.exchange)(setup)
+        return substitute(setup.config, "exchange", self.exchange)(setup)

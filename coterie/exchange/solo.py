@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -20,12 +18,6 @@ class Solo(Exchange):
         self.board, self.rank = setup.peers.board, setup.peers.rank
         self.state = self.rule.state(setup.params.data)
 
-    def __exit__(self, *error: object) -> None:
-        """There is nothing to close."""
-
-    def pull(self, params: FlatParams) -> None:
-        """The local parameters are current."""
-
     @torch.no_grad()
     def step(self, params: FlatParams, lr: float) -> float:
         """Apply the accumulated gradient and clear it; returns its norm before clipping."""
@@ -34,12 +26,6 @@ class Solo(Exchange):
             self.rule.update(params.data, params.grad, self.state, lr)
             params.grad.zero_()
         return norm
-
-    def after_rollout(self, params: FlatParams) -> None:
-        """The running normalizers are local."""
-
-    def report_to(self, log: Callable[[str], None]) -> None:
-        """There are no other machines."""
 
     def state_dict(self) -> dict[str, Tensor]:
         return dict(self.state)

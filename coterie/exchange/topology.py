@@ -6,18 +6,14 @@ Row i of a matrix says how learner i weighs its own weights and those of its in-
 from __future__ import annotations
 
 import math
-from typing import get_args, get_type_hints
 
 import numpy as np
 
-from coterie.config import Gossip
 from coterie.types import Array, ConfigError
-
-NAMES: tuple[str, ...] = get_args(get_type_hints(Gossip)["topology"])
 
 
 def matrices(topology: str, n: int, peers: int = 1) -> list[Array]:
-    """The sequence of `[n, n]` matrices to cycle through; `topology` is one of `NAMES`, auto is ring.
+    """The sequence of `[n, n]` matrices to cycle through; `topology` is one of config.Gossip's, auto is ring.
 
     ring: the `peers` learners before one. exponential: one peer at distance 1, 2, 4, ... in turns (`peers` of them at a
     time). static-exponential: all of these at once. bipartite: even and odd learners in changing pairs. complete: all.

@@ -12,17 +12,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from coterie.algorithms.base import autocast
+from coterie.algorithms.base import Compute
 from coterie.algorithms.q_base import QLearning
 from coterie.build.factory import exchange_setup, make_algorithm, make_model, normalizers
-from coterie.build.resources import Resources
 from coterie.config import ResolvedConfig
 from coterie.exchange.base import Peers
 from coterie.exchange.solo import Solo
 from coterie.learner import Gradients, Observer, take_step
 from coterie.models.build import Network
 from coterie.parallel.params import FlatParams
-from coterie.parallel.threads import Team
 from coterie.types import Rollout, Spec
 
 
@@ -30,19 +28,17 @@ class Secondary(Observer):
     """Trains beside `primary`, on samples of its replay, from the weights that its `model` has now."""
 
     def __init__(
-        self, config: ResolvedConfig, spec: Spec, resources: Resources, model: Network, primary: QLearning[Any],
-        team: Team,
-    ) -> None:  # fmt: skip
+        self, config: ResolvedConfig, spec: Spec, compute: Compute, model: Network, primary: QLearning[Any]
+    ) -> None:
         own = config.q
         self.config = config = replace(config, q=replace(own, batch_size=own.secondary_batch))
-        self.model = make_model(config, spec).to(resources.device)
+        self.model = make_model(config, spec).to(compute.device)
         self.model.load_state_dict(model.state_dict())
         self.params = FlatParams(self.model)
-        self.algorithm = cast(QLearning[Any], make_algorithm(config, spec, replace(resources.compute, team=team)))
+        self.algorithm = cast(QLearning[Any], make_algorithm(config, spec, compute))
         self.algorithm.borrow(primary)
         self.exchange = Solo(exchange_setup(config, self.params, normalizers(config, self.model), Peers()))
-        compute = autocast(resources.device, resources.dtype)
-        self.gradients = Gradients(self.model, self.params, team, compute, resources.record)
+        self.gradients = Gradients(self.model, self.params, compute)
         self.learner_steps = 0
         self.last: dict[str, float] = {}
 

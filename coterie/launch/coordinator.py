@@ -57,7 +57,7 @@ class Coordinator:
         self.saved: dict[int, Saved] = {}  # what its members have reported about their parts
         self.scores: Scores | None = None
         self.places, self.info = set[str](), Means()  # where envs have raised; numbers in their info
-        self.given, self.retries = 0.0, Retries(config.log.unsaved_limit, "log.unsaved_limit")  # of orders
+        self.given, self.retries = 0.0, Retries(config.log.unsaved_limit)  # of orders
         self.heartbeats, self.last_checkpoint = Heartbeats(), time.monotonic()
         self.digests, self.signals = dict[int, str](), signals  # that came while the run started
         self.signal: signal.Signals | None = None

@@ -33,7 +33,6 @@ class Placement:
         self.places = place(self.learners, available_cores(), gpus_of(config))
         self.actors = config.actors
         self.board = Board(self.learners, self.actors)
-        self.board.active[:] = 1
         kind = exchange_kind(config)
         self.meeting = scratch_folder() if kind.in_lockstep and gpus_of(config) > 1 else None
         self.mixing = kind.mixing(config, self.learners)

@@ -65,7 +65,7 @@ class Starts:
 
     def __init__(self, children: dict[int, Child], limit: float, log: Callable[[str], None]) -> None:
         self._children, self._log = children, log
-        self._retries = Retries(limit, "log.unsaved_limit")
+        self._retries = Retries(limit)
         self._left: dict[int, Callable[[], Child]] = {}
 
     def start(self, row: int, make: Callable[[], Child]) -> None:
@@ -112,10 +112,10 @@ class Starts:
 
 
 class Retries:
-    """When to try again what failed. `limit`: seconds for which it may fail; `field`: what limits it, an option."""
+    """When to try again what failed. `limit`: `log.unsaved_limit`, seconds for which it may fail."""
 
-    def __init__(self, limit: float, field: str) -> None:
-        self.limit, self.field, self.longest = limit, field, _LONGEST_S
+    def __init__(self, limit: float) -> None:
+        self.limit, self.longest = limit, _LONGEST_S
         self.succeed()
 
     def succeed(self) -> None:
@@ -140,7 +140,7 @@ class Retries:
         now = awake()
         self._since, self._count = (self._since if self._count else now), self._count + 1
         if now - self._since > self.limit:
-            raise CoterieError(f"{reason}, for {now - self._since:.0f} s ({self.field})")
+            raise CoterieError(f"{reason}, for {now - self._since:.0f} s (log.unsaved_limit)")
         self._again = now + min(self.longest, 0.25 * 2 ** min(self._count, 10), self.limit / 4)
         new, self._reason = reason != self._reason, reason
         return new

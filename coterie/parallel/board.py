@@ -36,7 +36,6 @@ class Board(InSharedMemory):
         rows = learners + actors
         layout = {
             "counts": ((rows, len(COUNTS)), "int64"),
-            "active": ((learners,), "int64"),
             "heartbeat": ((rows,), "float64"),
             "alive": ((rows,), "float64"),
             "blocked": ((rows,), "int64"),
@@ -51,7 +50,6 @@ class Board(InSharedMemory):
 
     def _bind(self, arrays: Mapping[str, Array]) -> None:
         self.counts: Array = arrays["counts"]
-        self.active: Array = arrays["active"]  # 1 while a learner takes part
         self.heartbeats: Array = arrays["heartbeat"]  # monotonic time of its last heartbeat
         self.alive: Array = arrays["alive"]  # when its interpreter last ran; 0: it does not show that
         self._blocked: Array = arrays["blocked"]
@@ -59,6 +57,7 @@ class Board(InSharedMemory):
         self.evaluated: Array = arrays["evaluated"]  # number of the last order whose evaluation has ended
         self.begun: Array = arrays["begun"]  # 1 once the callbacks have started
         self._arrivals: Array = arrays["arrivals"]
+        self.learners = len(self._arrivals)
         self._attributes: Array = arrays["attributes"]  # of all envs, as JSON
         self._lock, self._version = Seqlock(arrays["version"]), arrays["version"].data  # read at each env step
 
@@ -84,7 +83,7 @@ class Board(InSharedMemory):
     @property
     def in_flight(self) -> int:
         """At the end: what the learners have found in their memory, and the actors' unfinished rollouts."""
-        actors = map(self.read, range(len(self.active), len(self.counts)))
+        actors = map(self.read, range(self.learners, len(self.counts)))
         return self.sum("in_flight") + sum(row["produced"] - row["delivered"] for row in actors)
 
     def give(self, what: int) -> int:

@@ -4,7 +4,6 @@ their handshake, and the settings they receive.
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 from collections import deque
@@ -12,17 +11,16 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from functools import lru_cache
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 from coterie.config import ResolvedConfig, Wire
 from coterie.envs.news import EnvNews, Means
-from coterie.envs.tasks import child_env, tasks
 from coterie.parallel.clock import Budget
-from coterie.types import Array, Spec, counted
+from coterie.types import Spec
 from coterie.wire.auth import read_token
-from coterie.wire.codec import Layout, Refused, layout_from, timestep_layout
+from coterie.wire.codec import Layout, Refused, layout_from
 from coterie.wire.server import Server, server_credentials
-from coterie.wire.service import Answer, Limits, Service, ServiceStream
+from coterie.wire.service import Limits, Service
 
 FIRST_REMOTE_ID = 1 << 20  # numbers of remote hosts, and the env ids of remote clients, start here
 _REMEMBERED = 10_000  # remote clients
@@ -92,13 +90,6 @@ class Servers:
         }
 
 
-class SettingsRequest(ServiceStream):
-    """A stream of 0 envs: it only receives the welcome."""
-
-    def ask(self, arrays: Mapping[str, Array], answer: Answer) -> None:
-        raise Refused("a stream of 0 envs must not send data frames")
-
-
 def check_hello(hello: Any, env_ids: Collection[str], expected: Layout) -> None:
     """Raise `Refused` unless a client has one of these envs and declares these tensors."""
     if hello.env_id not in env_ids:
@@ -147,55 +138,3 @@ def settings_of(config: ResolvedConfig, spec: Spec, unroll_length: int) -> dict[
         "atari": asdict(config.atari),
         "env": {k: getattr(config.env, k) for k in ENV_SETTINGS},
     }
-
-
-class Inference(Protocol):
-    """Central acting, as its service uses it."""
-
-    unroll_length: int
-    patience: float  # as `ServiceStream` has it
-
-    # `life`: of a host of the run; -1: it is another client's. `shared`: observations that are not in the frames
-    def open_stream(
-        self, number: int, group: int, first_env: int, width: int, life: int, shared: Mapping[str, Array]
-    ) -> ServiceStream: ...
-
-
-class EnvHostService:
-    """The service of central acting. `local`: for the run's own env hosts, which know their numbers, with where each
-    host's observations are, `[hosts, envs, ..]`.
-    """
-
-    def __init__(
-        self, config: ResolvedConfig, spec: Spec, rank: int, central: Inference,
-        local: Mapping[str, Array] | None = None,
-    ) -> None:  # fmt: skip
-        self.config, self.spec, self.rank, self.central, self.local = config, spec, rank, central, local
-        self.ids = ClientIds(config, rank)
-        self.settings = json.dumps(settings_of(config, spec, central.unroll_length), allow_nan=False)
-
-    def __call__(self, hello: Any) -> ServiceStream:
-        local = self.local
-        number = self.ids.number(hello.run_id) if local is None else hello.number
-        welcome = {"number": number, "learners": self.config.learners, "settings": self.settings}
-        if hello.envs == 0:
-            return SettingsRequest(welcome)
-        if hello.envs > self.config.central.max_envs:
-            raise Refused(f"{hello.envs} envs are more than central.max_envs, {self.config.central.max_envs}")
-        newest = self.config.central.newest_frame and local is None
-        expected = timestep_layout(self.spec, hello.envs, newest, shared=local is not None)
-        check_hello(hello, tasks(self.config.env.id), expected)
-        if local is None:
-            first, life, shared = self.ids.first_env(hello.run_id, hello.group, hello.envs), -1, {}
-            number += FIRST_REMOTE_ID
-        else:
-            mine = slice(hello.group * hello.envs, (hello.group + 1) * hello.envs)
-            if not all(0 <= number < len(x) and 0 <= mine.start < mine.stop <= len(x[0]) for x in local.values()):
-                raise Refused(f"host {number} has no group {hello.group} of {hello.envs} envs")
-            first, life = child_env(self.config, number, self.rank)[1] + mine.start, hello.run_id
-            shared = {name: x[number, mine] for name, x in local.items()}
-        stream = self.central.open_stream(number, hello.group, first, hello.envs, life, shared)
-        stream.welcome = {**welcome, "first_env_id": first}
-        stream.patience = self.central.patience if local is None else 0.0  # its launch kills a local one that hangs
-        stream.about = f"{counted(hello.envs, 'env')} of a host" if local is None else ""
-        return stream

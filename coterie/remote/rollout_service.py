@@ -17,7 +17,7 @@ import torch
 from coterie.config import Ray, ResolvedConfig
 from coterie.parallel.slots import Slots
 from coterie.parallel.weights import Weights
-from coterie.remote.admission import ClientIds, SettingsRequest, check_hello, settings_of
+from coterie.remote.admission import ClientIds, check_hello, settings_of
 from coterie.runs.config_io import to_dict
 from coterie.types import MASK, Array, CoterieError, Spec, counted
 from coterie.wire.codec import Layout, Refused, Tensor, check_values
@@ -77,10 +77,9 @@ class RolloutService:
         self.spec, self.slots, self.weights, self.sizes = spec, slots, weights, sizes
         self.ids = ClientIds(config, rank)
         fields = self.slots.columns(0, 0)
-        core = list(fields["core"].shape[1:]) if "core" in fields else []
         # An actor gives its envs' arguments itself; those of the run may be secret, as may Ray's variables.
         sent = to_dict(replace(config, env=replace(config.env, kwargs="{}"), ray=Ray()))
-        more = {"envs": self.slots.width, "core": core, "config": sent}
+        more = {"envs": self.slots.width, "config": sent}
         self.settings = json.dumps(settings_of(config, spec, len(fields["log_prob"])) | more)
         self.reads = rollout_tensors(fields)
         self.learners = config.learners
@@ -108,9 +107,9 @@ class RolloutService:
     def _welcome(self, hello: Any) -> dict[str, Any]:
         return {"number": self.ids.number(hello.run_id), "learners": self.learners, "settings": self.settings}
 
-    def _admit(self, hello: Any, reads: Layout) -> SettingsRequest | None:
+    def _admit(self, hello: Any, reads: Layout) -> ServiceStream | None:
         if hello.envs == 0:
-            return SettingsRequest(self._welcome(hello))
+            return ServiceStream(self._welcome(hello))
         if hello.envs != self.slots.width:
             raise Refused(f"the run's actors have {self.slots.width} envs each, not {hello.envs}")
         check_hello(hello, [self.env_id], reads)

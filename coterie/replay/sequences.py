@@ -53,7 +53,7 @@ class Blocks:
     core: tuple[int, ...]
 
 
-class SequenceReplay(EnvReplay):
+class SequenceReplay(EnvReplay[Sequences]):
     """`first`: priorities of new sequences from the values that acted; None: the highest so far."""
 
     arrays = ("is_first", "action", "seen_reward", "reward", "terminated", "value", "core", "stamp", "run", "count")
@@ -126,7 +126,6 @@ class SequenceReplay(EnvReplay):
         self.priorities.set(at, priority)
 
     def gather(self, picks: Picks, obs: bool = True) -> Sequences:
-        """Copy the samples. Nothing may be added before this returns."""
         at = picks.index
         seen: Obs = from_entries({k: self._seen(k, at) for k in self.obs}) if obs else {}
         is_first, action = self._rows(self.is_first, at), self._rows(self.action, at)

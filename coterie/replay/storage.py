@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import numpy as np
 import torch
@@ -18,9 +18,10 @@ from torch import Tensor
 from coterie.envs.spaces import on_host
 from coterie.ops.returns import turns
 from coterie.parallel.affinity import machine_memory
-from coterie.replay.priority import Priorities
+from coterie.replay.priority import Picks, Priorities
 from coterie.types import Array, ConfigError, ObsSpec, Rollout, Spec, entries, reason_of
 
+R = TypeVar("R")  # `n` samples
 _USABLE_MEMORY = 0.8  # share of the machine's memory that replay may take
 
 
@@ -184,7 +185,7 @@ class Capacity:
         return int(np.prod(obs.shape[1:] if stacked else obs.shape)) * np.dtype(obs.dtype).itemsize + stacked
 
 
-class EnvReplay(ABC):
+class EnvReplay(ABC, Generic[R]):
     """A ring of `ring` places for each env, sampled by priority. A subclass adds `_add`, `gather` and `arrays`."""
 
     arrays: ClassVar[tuple[str, ...]]  # attributes that a checkpoint holds
@@ -215,6 +216,10 @@ class EnvReplay(ABC):
     @abstractmethod
     def _add(self, env: Array, obs: dict[str, Any], rollout: Rollout, columns: list[int], reward: Array) -> None:
         """Take in the columns of a rollout. `env` `[b]`: their rings; `obs` and `reward`: of these columns only."""
+
+    @abstractmethod
+    def gather(self, picks: Picks) -> R:
+        """Copy the samples. Nothing may be added before this returns."""
 
     def _at(self, env: Array, number: Array) -> Array:
         """The place of an env's row (or block) by its number."""

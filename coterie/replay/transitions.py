@@ -38,7 +38,7 @@ class Transitions:
         return map_tensors(itemgetter(at), self)
 
 
-class TransitionReplay(EnvReplay):
+class TransitionReplay(EnvReplay[Transitions]):
     """`gamma` and `n_step`: of the returns. `from_values`: the first priority of a row is the error of the values that
     acted; otherwise it is the highest so far.
     """
@@ -159,7 +159,6 @@ class TransitionReplay(EnvReplay):
         return total, factor, then
 
     def gather(self, picks: Picks) -> Transitions:
-        """Copy the samples. Nothing may be added before this returns."""
         at, n = picks.index, len(picks.index)
         n_step, discount, then = self.window(at)
         both = {key: store.read(np.concatenate((at, then))) for key, store in self.obs.items()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from coterie.build.evaluate import Policy, Scores
-from coterie.parallel.clock import awake
 from coterie.plugins import label, named, raised
 from coterie.roles.learner_process import LearnerProcess
 from coterie.runs import checkpoint
@@ -161,12 +159,8 @@ class Callbacks:
                 if answer:
                     self._post("stop", (answer if isinstance(answer, str) else name, None))
 
-    def end(self, order: int) -> None:
-        """`order`: the last one, which the parent completes; `on_end` waits for it no longer than `log.stall`."""
-        deadline = awake() + self.run.config.log.stall
-        while self._made and self._board.sealed < order and awake() < deadline:
-            self._board.heartbeat(0)
-            time.sleep(0.005)
+    def end(self) -> None:
+        """The last checkpoint is complete."""
         self._after_checkpoint()
         if self._made and self._sealed != self._board.sealed:
             self.run.log("on_checkpoint was not called for the last checkpoint: the disk does not answer")

@@ -157,7 +157,7 @@ class Service:
                 self.post("idle", None)
             else:
                 time.sleep(0.005)
-        self.callbacks.end(self.done)
+        self.callbacks.end()
 
     def _start_callbacks(self) -> None:
         """Start them in learner 0; the others wait for it, no longer than `log.stall`."""

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from coterie.acting.base import Acting, LearnerSetup
 from coterie.acting.table import acting_kind
-from coterie.algorithms.base import autocast
 from coterie.algorithms.table import algorithm_class
 from coterie.build.factory import (
     ProcessContext,
     agent_of,
     env_share,
+    exchange_setup,
     make_algorithm,
-    make_exchange,
     normalizers,
     patience,
     stated_lag,
@@ -78,19 +77,21 @@ class LearnerProcess:
 
     def _make(self, incarnation: int, made: ExitStack) -> None:
         """Make the parts; `made` closes them."""
-        config, context, resources = self.config, self.context, self.resources
+        config, context = self.config, self.context
+        size = self.resources.torch_threads if config.model.compile == "none" else 1
+        resources = self.resources = replace(self.resources, team=made.enter_context(closing(Team(size))))
         self.model = first_model(config, self.spec, incarnation).to(resources.device)
         self.params = FlatParams(self.model)
-        size = resources.torch_threads if config.model.compile == "none" else 1
-        self.team = made.enter_context(closing(Team(size)))
-        self.algorithm = make_algorithm(config, self.spec, replace(resources.compute, team=self.team), context.rank)
+        self.algorithm = make_algorithm(config, self.spec, resources, context.rank)
         self.progress, self.stages = Progress(), Stages()
         self._counts_lock, self._outliers_said = threading.Lock(), False
         self.before: dict[str, int] = {}  # this learner's counts when it was started
         self.life = life = LifeRecord(config, context, incarnation)
         made.callback(life.close)
         self.moments = moments = normalizers(config, self.model)
-        self.exchange = make_exchange(config, self.params, moments, context, self.team, life.note, life.flush)
+        self.exchange = exchange_kind(config).connect(
+            exchange_setup(config, self.params, moments, context, resources.team, life.note, life.flush)
+        )
         self.actor, self.refresh_actor = acting_copy(self.model, resources.dtype)
         self.rngs: list[torch.Generator] = []
         self.servers, self._ended = Servers(config.wire), False
@@ -124,8 +125,7 @@ class LearnerProcess:
         self._opened = made.enter_context(ExitStack())
         self._opened.callback(self.acting.close)
         self._opened.callback(self._close_servers)  # before: env hosts receive the end before their actions stop
-        mixed = autocast(resources.device, resources.dtype)
-        self.gradients = Gradients(self.model, self.params, self.team, mixed, resources.record)
+        self.gradients = Gradients(self.model, self.params, resources)
         if config.model.compile != "none":  # acting has other shapes, and stays as it is
             compiled = torch.compile(self.model, mode=config.model.compile, dynamic=False)
             self.gradients.models[0] = cast(Network, compiled)
@@ -146,10 +146,10 @@ class LearnerProcess:
             self.observers.append(Changes(self.params, context.memory, context.changes, context.rank))
         if config.log.norms:
             policy = replace(config, algo=replace(config.algo, value_coef=0.0))
-            twin = None if algorithm_class(config).has_replay else make_algorithm(policy, self.spec, resources.compute)
+            twin = None if algorithm_class(config).has_replay else make_algorithm(policy, self.spec, resources)
             self.observers.append(Norms(self.gradients, config.log.norms, twin))
         if config.q.secondary_batch:
-            self.secondary = Secondary(config, self.spec, resources, self.model, cast(Any, self.algorithm), self.team)
+            self.secondary = Secondary(config, self.spec, resources, self.model, cast(Any, self.algorithm))
             self.observers.append(self.secondary)
 
     def _make_rng(self, make: Callable[[int], torch.Generator], key: int) -> torch.Generator:
@@ -261,10 +261,10 @@ class LearnerProcess:
         with self.exchange, self._opened:
             try:
                 learn(self.parts, on_rollout)
-                self.life.end("")
+                self.life.note("end", "")
                 self._ended = True
             except BaseException as error:
-                self.life.end(one_line(error))
+                self.life.note("end", one_line(error))
                 raise
 
     def _close_servers(self) -> None:

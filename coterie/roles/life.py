@@ -70,10 +70,6 @@ class LifeRecord:
         if self.recorder is not None:
             self.recorder.flush()
 
-    def end(self, reason: str) -> None:
-        """The training has ended; `reason`: the error, if one ended it."""
-        self.note("end", reason)
-
     def close(self) -> None:
         if self.recorder is not None:
             self.recorder.close()

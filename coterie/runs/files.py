@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import socket
 import sys
@@ -79,6 +80,14 @@ def read(path: Path, call: Callable[[], T], seconds: float = ANSWER_S) -> T:
         raise CoterieError(f"{path} cannot be read: {reason_of(error)}") from None
 
 
+def read_json(path: Path, kind: type[T]) -> T | None:
+    """The dict or list in a JSON file; None if the file cannot be read or holds something else."""
+    with suppress(OSError, ValueError):
+        found = json.loads(path.read_text())
+        return found if isinstance(found, kind) else None
+    return None
+
+
 def write_whole(path: Path, data: str | bytes, durable: bool = True) -> None:
     """Replace a file atomically. `durable`: a crash of the machine, too, leaves the old file or the new one."""
     if path.exists() and not path.is_file():  # /dev/stdout, for example
@@ -97,6 +106,14 @@ def write_whole(path: Path, data: str | bytes, durable: bool = True) -> None:
             sync(path.parent)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def save(path: Path, data: str | bytes, option: str) -> Path:
+    """Write the file that an `option` asks for, and the folders above it. Raises `ConfigError` with the reason."""
+    with writing(path, f"{option}: "):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, data, durable=False)
+    return path
 
 
 def discard(folder: Path, *names: str) -> None:

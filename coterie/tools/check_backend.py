@@ -16,6 +16,19 @@ from coterie.types import MASK, Array, ConfigError, entries, from_entries, map_o
 FLAGS = ("terminated", "truncated", "game_over")
 
 
+def observation(name: str) -> str:
+    """What findings call an entry of an observation, or the whole of it."""
+    return f"observation {name!r}" if name else "observation"
+
+
+def outside(x: Array, low: Any, high: Any) -> str:
+    """The finding about values that are not within their space; empty if all are."""
+    if not ((x < low) | (x > high)).any():
+        return ""
+    bounds = f"{np.min(low):.4g} to {np.max(high):.4g}"
+    return f"values from {x.min():.4g} to {x.max():.4g} where its space has {bounds}: widen the space, or clip"
+
+
 class Watched(Backend):
     """Gives the answers of `inner` as NumPy arrays, and adds to `mend` what is wrong with them."""
 
@@ -86,7 +99,7 @@ class Watched(Backend):
         check_results(self.spec, answer, n)
         obs = {name: entries(answer.obs)[name] for name in self.spec.obs}
         self._device = next((x.device for x in obs.values() if hasattr(x, "detach")), "cpu")
-        want = {f"observation {k!r}" if k else "observation": s.dtype for k, s in self.spec.obs.items()}
+        want = {observation(k): s.dtype for k, s in self.spec.obs.items()}
         want |= {"reward": "float32", **dict.fromkeys(FLAGS, "bool")}
         given = dict(zip(want, [*obs.values(), answer.reward, *answer[2:5]], strict=True))
         self._kept = [(name, x, x.copy()) for name, x in given.items() if isinstance(x, np.ndarray)]
@@ -104,10 +117,8 @@ class Watched(Backend):
     def _follow(self, seen: StepResults) -> None:
         """Bounds, and what an episode's end means."""
         for name, spec in self.spec.obs.items():
-            x = entries(seen.obs)[name]
-            if (x < spec.low).any() or (x > spec.high).any():
-                where = f"{x.min():.4g} to {x.max():.4g} where its space has {spec.low:.4g} to {spec.high:.4g}"
-                self.mend[f"{name} bounds"] = f"observation {name!r}: values from {where}: widen the space, or clip"
+            if problem := outside(entries(seen.obs)[name], spec.low, spec.high):
+                self.mend[f"{name} bounds"] = f"{observation(name)}: {problem}"
         done, again = seen.terminated | seen.truncated, self._ended
         if self._mode in (None, AutoresetMode.NEXT_STEP) and (seen.reward.astype(bool) | done)[again].any():
             mode = "" if self._mode is None else "; metadata['autoreset_mode'] says so, or is it SAME_STEP?"

@@ -28,7 +28,7 @@ from coterie.envs.spaces import leaf_of, leaf_spaces, random_actions
 from coterie.envs.vector import APART, make_together
 from coterie.plugins import Part, raised
 from coterie.runs.objects import name_of
-from coterie.tools.check_backend import Watched
+from coterie.tools.check_backend import Watched, observation, outside
 from coterie.types import MASK, ConfigError, CoterieError, counted, entries, one_line
 
 _SAME, _LONGEST_S = 100, 30.0  # steps of two copies; seconds of random play
@@ -66,7 +66,7 @@ def _check(env: Env, steps: int, render: bool) -> tuple[list[str], list[str]]:
     together, pool = env.backend not in APART, has_env(env.id) and env.backend in ("auto", "pool")
     if together and render:
         raise ConfigError("--render: only envs that run apart are drawn, with env.backend auto")
-    facts = [f"{_label(f.name)}: {f.spec.dtype} {f.spec.shape}, {f.form}" for f in edges.fields]
+    facts = [f"{observation(f.name)}: {f.spec.dtype} {f.spec.shape}, {f.form}" for f in edges.fields]
     numbers = f" and {counted(len(spec.action.low), 'number')}" if spec.action.kind == "mixed" else ""
     facts.append(f"action: {spec.action.kind}, {spec.action.sizes or spec.action.shape}{numbers}")
     if spec.agents > 1:
@@ -141,7 +141,7 @@ def _random_steps(backend: Backend, steps: int, limit: int, mend: dict[str, str]
     begin, rewards, ends = time.monotonic(), list[float](), list[tuple[int, bool]]()
     length = np.zeros(backend.num_instances, int)
     for before, answer in pairwise(islice(_play(backend), steps + 1)):
-        for name, x in [("reward", answer.reward), *((_label(k), x) for k, x in entries(answer.obs).items())]:
+        for name, x in [("reward", answer.reward), *((observation(k), x) for k, x in entries(answer.obs).items())]:
             if x.dtype.kind == "f" and not np.isfinite(x).all():
                 mend[f"{name} finite"] = f"{name}: {x[~np.isfinite(x)][0]}; a run replaces an env that gives it"
         first = answer.first | before.terminated | before.truncated  # of a reset, or of an absent agent
@@ -172,17 +172,13 @@ def _random_steps(backend: Backend, steps: int, limit: int, mend: dict[str, str]
     ]
 
 
-def _label(name: str) -> str:
-    return f"observation {name!r}" if name else "observation"
-
-
 def _spy(instance: Instance, mend: dict[str, str]) -> None:
     """Make it compare each entry of an observation with its space."""
 
     def write(row: int, obs: Any, info: Any, goes_on: bool) -> None:
         for path, space in leaf_spaces(instance.env.observation_space):
             if problem := _problem(leaf_of(obs, path), space):
-                name = _label(".".join(map(str, path)))
+                name = observation(".".join(map(str, path)))
                 mend.setdefault(f"{name} {problem.split()[0]}", f"{name}: {problem}")
         as_before(row, obs, info, goes_on)
 
@@ -195,7 +191,4 @@ def _problem(x: Any, space: gymnasium.Space[Any]) -> str:
     x = np.asarray(x)
     if x.dtype != space.dtype:
         return f"type {x.dtype} {x.shape} where its space has {space.dtype} {space.shape}: convert it"
-    if x.shape == space.shape and ((x < space.low) | (x > space.high)).any():  # `fitting` refuses the shape
-        bounds = f"{space.low.min():.4g} to {space.high.max():.4g}"
-        return f"values from {x.min():.4g} to {x.max():.4g} where its space has {bounds}: widen the space, or clip"
-    return ""
+    return outside(x, space.low, space.high) if x.shape == space.shape else ""  # `fitting` refuses another shape

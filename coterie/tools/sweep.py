@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -26,12 +27,14 @@ from coterie.config import Config
 from coterie.parallel.affinity import available_cores
 from coterie.parallel.signals import HANDLED, WARNING, on_signals, stop_with_parent
 from coterie.runs import checkpoint
+from coterie.runs.files import read_json
 from coterie.runs.metrics import RUN_FILES, file_name, read_metrics
 from coterie.runs.starting import Starting, silence
 from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
 
 _RANK = (0, EXIT_INTERRUPTED, 2, 1)  # exit codes, the worst last
 _GRACE_S = 120
+_PROGRESS_S = 10.0  # between two lines of progress
 _FILES = (".json", ".toml", ".yaml", ".yml")  # that a config may be in
 
 
@@ -54,14 +57,13 @@ class Job:
 
     def report(self) -> dict[str, Any] | None:
         """The JSON report, None if there is none yet."""
-        found: dict[str, Any] | None = _read(self.beside(".json"))
-        return found
+        return read_json(self.beside(".json"), dict)
 
     def outcome(self, code: int = 0) -> str:
         """How it ended, in one line. After a failure: the last line of its output."""
         if self.verb != "train" and self.report() is not None:
             return f"{self.verb} done"
-        if code in (0, EXIT_INTERRUPTED) and (summary := _read(self.folder / "summary.json")) is not None:
+        if code in (0, EXIT_INTERRUPTED) and (summary := read_json(self.folder / "summary.json", dict)) is not None:
             mean = summary["mean_return"]
             shown = "-" if mean is None else f"{mean:.1f}"
             return f"{summary['status']}, mean return {shown}, {summary['env_steps']:,} env steps"
@@ -107,7 +109,7 @@ class Job:
         return [*python, self.verb, *self.args, *(["--out", folder] if self.verb == "train" else ["--json"])]
 
     def _begun(self) -> bool:
-        before = _read(self.beside(".args.json"))
+        before = read_json(self.beside(".args.json"), list)
         if before is None:
             if (self.folder / "config.json").exists():
                 raise ConfigError(f"--out: {self.folder} holds a run that this command did not begin; name another")
@@ -136,13 +138,6 @@ def _prepare() -> None:
     """Between fork and exec of a run."""
     stop_with_parent()
     signal.signal(WARNING, signal.SIG_IGN)  # until it handles that, with log.checkpoint_on_warning
-
-
-def _read(path: Path) -> Any:
-    """A JSON file's content, None if it cannot be read."""
-    with suppress(OSError, ValueError):
-        return json.loads(path.read_text())
-    return None
 
 
 def parse_seeds(text: str) -> list[int]:
@@ -206,9 +201,9 @@ def plan_runs(args: Sequence[str], config: Config, seeds: Sequence[int], grid: S
     return jobs
 
 
-def run_jobs(jobs: Sequence[Job], at_once: int, progress_every: float = 10.0) -> int:
-    """Run them; returns the worst exit code. Prints a line for each job that ends, and one of progress every
-    `progress_every` seconds. Raises `ConfigError` if another process runs one of them.
+def run_jobs(jobs: Sequence[Job], at_once: int) -> int:
+    """Run them; returns the worst exit code. Prints a line for each job that ends, and now and then one of progress.
+    Raises `ConfigError` if another process runs one of them.
     """
     todo, screen = [], Starting()  # its thread waits for a terminal that is not read, which holds up no run
     screen.says = False
@@ -218,14 +213,14 @@ def run_jobs(jobs: Sequence[Job], at_once: int, progress_every: float = 10.0) ->
                 screen.say(f"{job.name}: {job.outcome()} (already done) {job.folder}")
             else:
                 todo.append(job)
-        return _run(todo, len(jobs), at_once, progress_every, screen.say)
+        return _run(todo, len(jobs), at_once, screen.say)
     finally:
         screen.close()
         if screen.stuck:
             silence()
 
 
-def _run(todo: list[Job], whole: int, at_once: int, progress_every: float, say: Callable[[str], None]) -> int:
+def _run(todo: list[Job], whole: int, at_once: int, say: Callable[[str], None]) -> int:
     slots = max(1, min(at_once, len(todo)))
     cores = available_cores()
     shares = [cores[i::slots] or [cores[i % len(cores)]] for i in range(slots)]
@@ -253,7 +248,7 @@ def _run(todo: list[Job], whole: int, at_once: int, progress_every: float, say: 
                         done += 1
                         worst = max(worst, code if code in _RANK else 1, key=_RANK.index)
                         say(f"{job.name}: {job.outcome(code)} (exit {code}) {job.folder}")
-                if running and time.monotonic() - printed > progress_every:
+                if running and time.monotonic() - printed > _PROGRESS_S:
                     printed = time.monotonic()
                     say(progress([job for _, job in running.values()], done, whole))
         finally:
@@ -278,10 +273,10 @@ def _end(running: dict[int, tuple[subprocess.Popen[bytes], Job]], say: Callable[
 
 def complete(folder: Path) -> bool:
     """Whether a run has all its env steps, or its summary says that it has finished."""
-    if (_read(folder / "summary.json") or {}).get("status") == "finished":
+    if (read_json(folder / "summary.json", dict) or {}).get("status") == "finished":
         return True
-    with suppress(CoterieError, OSError, ValueError, KeyError):  # killed between its last checkpoint and its summary
-        steps = json.loads((folder / "config.json").read_text())["steps"]
+    steps = (read_json(folder / "config.json", dict) or {}).get("steps", math.inf)
+    with suppress(CoterieError, KeyError, TypeError):  # killed between its last checkpoint and its summary
         return bool(checkpoint.env_steps(folder / "checkpoints") >= steps)
     return False
 

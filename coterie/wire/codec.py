@@ -29,17 +29,17 @@ def _message(name: str) -> Any:
     return message_factory.GetMessageClass(_pool.FindMessageTypeByName(f"coterie.v1.{name}"))
 
 
-Frame, Hello, Welcome, Data, TensorMessage = (_message(x) for x in ("Frame", "Hello", "Welcome", "Data", "Tensor"))
+Frame, TensorMessage = _message("Frame"), _message("Tensor")
 
 
 class Refused(Exception):
-    """A peer broke the protocol or a limit. The message is one line, for the peer and for the log. `passes`: another
-    attempt may succeed.
+    """A peer broke the protocol or a limit. The message is one line, for the peer and for the log. `status`: gRPC's
+    name of what the peer receives; after UNAVAILABLE another attempt may succeed.
     """
 
-    def __init__(self, reason: str, *, too_much: bool = False, passes: bool = False) -> None:
+    def __init__(self, reason: str, status: str = "INVALID_ARGUMENT") -> None:
         super().__init__(reason)
-        self.too_much, self.passes = too_much, passes
+        self.status = status
 
 
 class Tensor(NamedTuple):

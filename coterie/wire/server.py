@@ -30,7 +30,7 @@ from coterie.parallel.processes import descriptors
 from coterie.types import ConfigError, CoterieError
 from coterie.wire.auth import check_free, is_local, read_pem, split
 from coterie.wire.codec import Refused
-from coterie.wire.service import Limits, NoToken, ServerStream, Service, client_name, peer_of
+from coterie.wire.service import Limits, ServerStream, Service, client_name, peer_of
 from coterie.wire.tokens import SCOPES, own_token, scoped
 
 SERVICE = "coterie.v1.Coterie"
@@ -231,10 +231,7 @@ class Server:
                 if hello is not None:
                     await connection.serve(hello, self.services[rpc])
             except Refused as error:
-                status = StatusCode.RESOURCE_EXHAUSTED if error.too_much else StatusCode.INVALID_ARGUMENT
-                status = StatusCode.UNAUTHENTICATED if isinstance(error, NoToken) else status
-                status = StatusCode.UNAVAILABLE if error.passes else status
-                await self._refuse(context, client, status, str(error))
+                await self._refuse(context, client, StatusCode[error.status], str(error))
             finally:
                 self.open.discard(connection)
                 self._streams[client] -= 1
@@ -276,7 +273,7 @@ class Server:
         except asyncio.CancelledError:
             if task in unproven:
                 raise
-            raise Refused("no token in time: newer clients of this address came", passes=True) from None
+            raise Refused("no token in time: newer clients of this address came", "UNAVAILABLE") from None
         finally:
             if task in unproven:
                 unproven.remove(task)

@@ -6,7 +6,6 @@ import asyncio
 import hmac
 import secrets
 import socket
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,8 +40,8 @@ class Limits:
     heartbeat_s: float = 5.0  # between two empty frames while an answer takes long
 
 
-class ServiceStream(ABC):
-    """The server's side of one client's stream."""
+class ServiceStream:
+    """The server's side of one client's stream. One without envs is of this class, and gets the welcome only."""
 
     reads: Layout = Layout(())  # of the client's data frames
     writes: Layout = Layout(())  # of the answers
@@ -53,19 +52,15 @@ class ServiceStream(ABC):
     def __init__(self, welcome: Mapping[str, Any]) -> None:
         self.welcome = welcome  # fields of the Welcome, except `sends` and `credits`
 
-    @abstractmethod
     def ask(self, arrays: dict[str, Array], answer: Answer) -> None:
         """Take a data frame, in the server's thread. `answer` is called once, in any thread. Raises `Refused`."""
+        raise Refused("a stream of 0 envs must not send data frames")
 
-    def leave(self) -> None:  # noqa: B027 (not every service has something to end)
+    def leave(self) -> None:
         """The stream has ended; called once."""
 
 
 Service = Callable[[Any], ServiceStream]  # takes a Hello; raises Refused
-
-
-class NoToken(Refused):
-    """A client has no token, or another."""
 
 
 class ServerStream:
@@ -89,19 +84,19 @@ class ServerStream:
             raise Refused(f"protocol {hello.protocol} is not {PROTOCOL}: client and server are of different versions")
         if token:
             if len(hello.nonce) != NONCE_BYTES:
-                raise NoToken("the run's clients need its token")
+                raise Refused("the run's clients need its token", "UNAUTHENTICATED")
             nonce = secrets.token_bytes(NONCE_BYTES)
             await self._write(Frame(challenge={"nonce": nonce, "proof": proof(token, "server", hello.nonce, nonce)}))
             frame = await self._first("proof", seconds)
             if frame is None or not hmac.compare_digest(frame.proof, proof(token, "client", hello.nonce, nonce)):
-                raise NoToken("not the run's token")
+                raise Refused("not the run's token", "UNAUTHENTICATED")
         return hello
 
     async def _first(self, kind: str, seconds: float) -> Any:
         try:
             frame = await asyncio.wait_for(self._read(_HELLO_BYTES), seconds)
         except TimeoutError:
-            raise Refused(f"no {kind} for {seconds:g} s", passes=True) from None
+            raise Refused(f"no {kind} for {seconds:g} s", "UNAVAILABLE") from None
         if frame is not None and frame.WhichOneof("kind") != kind:
             raise Refused(f"the first frame must be a {kind}")
         return frame
@@ -182,8 +177,10 @@ class ServerStream:
             return None
         self.server.bytes_in += len(data)
         limit = self.server.limits.message_bytes
-        if len(data) > (most := limit if len(data) > limit else most):
-            raise Refused(f"a message of {len(data)} bytes, more than {most}", too_much=len(data) > limit)
+        if len(data) > limit:
+            raise Refused(f"a message of {len(data)} bytes, more than {limit}", "RESOURCE_EXHAUSTED")
+        if len(data) > most:
+            raise Refused(f"a message of {len(data)} bytes, more than {most}")
         try:
             return Frame.FromString(data)
         except DecodeError:

@@ -6,8 +6,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,12 +13,10 @@ import torch
 from torch import Tensor
 
 from coterie.acting.central import Central
-from coterie.acting.central_stream import CentralConfig, EnvStream
-from coterie.acting.recorder import local_fields
-from coterie.parallel.board import Board
-from coterie.parallel.stages import Stages
+from coterie.acting.central_stream import EnvStream
 from coterie.types import AgentOutput, Array, Inputs, Rollout, Spec, map_tensors
 from tests.conftest import VECTOR
+from tests.support.central import OneWeight, learner_setup, time_step
 from tests.support.waiting import wait_until
 
 WAIT_S = 8.0  # for what must happen, on a machine with other work
@@ -28,28 +24,27 @@ QUIET_S = 0.15  # in which what must not happen would have
 UNROLL = 4
 EPISODE = 6  # steps from one `is_first` to the next
 LIFE = 1000  # what an env says of its episode: this times its life, and which of that life it is
-CPU = torch.device("cpu")
 
 
 class Rig:
     """A Central whose policy is the model's one weight (as the value), the step within the episode (as the action and
-    in the recurrent state), and a record of every batch.
+    in the recurrent state), and a record of every batch. `own`: other options of central acting.
     """
 
-    def __init__(self, spec: Spec = VECTOR, **changes: Any) -> None:
-        settings = {"envs": 4, "unroll_length": UNROLL, "batch_size": 4, "batches": 3, "timeout": WAIT_S, **changes}
-        self.config = CentralConfig(spec, **settings)
-        self.model = SimpleNamespace(weight=torch.zeros(1))  # what is trained
+    def __init__(
+        self, spec: Spec = VECTOR, envs: int = 4, unroll_length: int = UNROLL, max_lag: int = 0,
+        timeout: float = WAIT_S, is_over: Callable[[], bool] = lambda: False, **own: Any,
+    ) -> None:  # fmt: skip
+        options = {"actors": 1, "env.num_envs": envs, "algo.unroll_length": unroll_length, "max_lag": max_lag}
+        options |= {f"central.{name}": x for name, x in own.items()}
+        self.model = OneWeight()  # what is trained
         self.gate = threading.Event()  # while it is not set, the policy takes its time
         self.gate.set()
         self.busy = threading.Event()  # the policy has been called
         self.batches: list[list[tuple[int, int]]] = []  # env and life of each row
         self.error: Exception | None = None
         before = threading.enumerate()
-        self.central = Central(
-            self.config, [self._twin() for _ in range(2)], self._policy,
-            partial(local_fields, spec, self.config.unroll_length, device=CPU, core=(1,)), Board(1), 0, Stages(), CPU,
-        )  # fmt: skip
+        self.central = Central(learner_setup(self._policy, self.model, options, spec, timeout=timeout, is_over=is_over))
         self.threads = [thread for thread in threading.enumerate() if thread not in before]
 
     def close(self) -> None:
@@ -58,11 +53,9 @@ class Rig:
         assert len(self.threads) == 2
         assert not any(thread.is_alive() for thread in self.threads)
 
-    def _twin(self) -> Any:
-        twin = SimpleNamespace(weight=self.model.weight.clone(), initial_state=lambda width: torch.zeros(width, 1))
-        return twin, lambda: twin.weight.copy_(self.model.weight)
-
-    def _policy(self, model: Any, inputs: Inputs, state: Tensor | None, ids: Tensor) -> tuple[AgentOutput, Tensor]:
+    def _policy(
+        self, model: OneWeight, inputs: Inputs, state: Tensor | None, ids: Tensor, rng: torch.Generator
+    ) -> tuple[AgentOutput, Tensor]:
         assert state is not None
         assert isinstance(inputs.obs, Tensor)
         self.busy.set()
@@ -86,14 +79,6 @@ class Rig:
         for rollout in self.central.rollouts(refresh):
             yield map_tensors(torch.clone, rollout)
             at[0] += 1
-
-
-def time_step(obs: Array, **changes: Array) -> dict[str, Array]:
-    """Arrays as a host sends them; flags and reward are 0 unless given."""
-    n = len(obs)
-    flags = {name: np.zeros(n, bool) for name in ("terminated", "truncated", "is_first")}
-    ends = {name: np.full(n, np.nan) for name in ("episode_return", "episode_length")}
-    return {"obs/": obs, "reward": np.zeros(n, np.float32), **flags, **ends, **changes}
 
 
 class Client:

@@ -11,8 +11,9 @@ import pytest
 from coterie.remote.admission import FIRST_REMOTE_ID
 from coterie.types import CoterieError
 from coterie.wire.codec import Newest, Refused, timestep_layout
-from tests.acting.central_harness import QUIET_S, UNROLL, WAIT_S, Client, still, time_step
+from tests.acting.central_harness import QUIET_S, UNROLL, WAIT_S, Client, still
 from tests.conftest import IMAGE
+from tests.support.central import time_step
 from tests.support.waiting import wait_until
 
 # What is refused, and what goes wrong.
@@ -61,7 +62,7 @@ def test_remote_hosts_leave_room_for_the_runs_own(rig):
 
 
 def test_a_remote_host_that_hangs_may_not_hold_the_others_up_until_the_learner_gives_up(rig):
-    assert rig(timeout=90.0, window=8).central.patience == 30
+    assert rig(timeout=90.0, max_lag=8).central.patience == 30
     assert rig(timeout=90.0).central.patience == 0, "nothing waits for it"
 
 
@@ -69,7 +70,7 @@ def test_clients_that_fill_rollouts_and_leave_do_not_pile_them_up(rig):
     """No learner takes them: the rollouts of streams that have ended wait, and at some point no other is begun."""
     one = rig(batch_size=4)  # max_envs is larger: what counts is who is there
     one.central.publish(0)
-    most = 2 * 4 + one.config.batches * 4
+    most = 2 * 4 + one.central.batches * 4
     for life in range(most):
         client = Client(one, 0, first_env=0, width=4, life=life)
         for _ in range(UNROLL + 1):
@@ -83,7 +84,7 @@ def test_clients_that_fill_rollouts_and_leave_do_not_pile_them_up(rig):
 
 
 def test_stacks_of_frames_are_rebuilt_from_the_newest_frames(rig):
-    one = rig(spec=IMAGE, newest=True, envs=1, batch_size=1)
+    one = rig(spec=IMAGE, newest_frame=True, envs=1)
     layout = timestep_layout(IMAGE, 1, True)
     source, newest = one.rollouts(), Newest(layout)
     stream = one.central.open_stream(0, 0, 0, 1)
@@ -130,16 +131,15 @@ def test_central_acting_without_hosts_ends_with_a_reason(rig):
 
 def test_a_learner_whose_hosts_are_still_to_come_does_not_hang(rig):
     one, beats = rig(timeout=0.8), list[int]()
-    one.central.board.heartbeat = beats.append
+    one.central.setup.board.heartbeat = beats.append
     with pytest.raises(CoterieError, match=r"no batch of rollouts for 0\.8 s: 0 streams of 0 envs are connected"):
         next(one.rollouts())
     assert len(beats) > 1  # the last one is that of the end
 
 
 def test_a_run_that_is_over_does_not_wait_for_hosts_that_do_not_come(rig):
-    one = rig()
+    one = rig(is_over=lambda: True)
     source = one.rollouts()
-    one.central.is_over = lambda: True
     clients = [Client(one, n).go() for n in range(2)]
     next(source)  # what there is comes first
     for client in clients:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,15 +14,12 @@ import torch
 from torch import Tensor
 
 from coterie.acting.central import Central
-from coterie.acting.central_stream import CentralConfig
-from coterie.acting.recorder import local_fields
 from coterie.config import Model
-from coterie.models.build import Network, acting_copy
-from coterie.parallel.board import Board
-from coterie.parallel.stages import Stages
+from coterie.models.build import Network
 from coterie.types import AgentOutput, Inputs
-from tests.acting.central_harness import CPU, QUIET_S, UNROLL, WAIT_S, Client, Rig, check, still, time_step
+from tests.acting.central_harness import QUIET_S, UNROLL, WAIT_S, Client, Rig, check, still
 from tests.conftest import VECTOR
+from tests.support.central import learner_setup, time_step
 from tests.support.waiting import wait_until
 
 # Weights, and rollouts.
@@ -65,19 +62,16 @@ def test_a_real_model_acts_with_copies_of_its_weights():
     model = Network(VECTOR, Model(hidden=(16,), normalize_obs=True))
     seen: list[Tensor] = []
 
-    def policy(model: Network, inputs: Inputs, state: Tensor | None, ids: Tensor) -> tuple[AgentOutput, None]:
-        params, value, _ = model(inputs, state)
+    def policy(model: Network, inputs: Inputs, *_: object) -> tuple[AgentOutput, None]:
+        params, value, _ = model(inputs)
         seen.append(torch.cat((params, value[:, None]), 1))
         return AgentOutput(params.argmax(1), torch.zeros(len(value)), value), None
 
-    twins = [acting_copy(model, torch.float32, apart=True) for _ in range(2)]
+    central = Central(learner_setup(policy, model, {"env.num_envs": 2, "algo.unroll_length": 50}))
     mine = {x.data_ptr() for x in (*model.parameters(), *model.buffers())}
-    assert all(mine.isdisjoint(x.data_ptr() for x in (*t.parameters(), *t.buffers())) for t, _ in twins)
-    central = Central(
-        CentralConfig(VECTOR, 2, 50, 2, 3), twins, policy,
-        partial(local_fields, VECTOR, 50, device=CPU), Board(1), 0, Stages(), CPU,
-    )  # fmt: skip
     try:
+        twins: list[Any] = [twin for twin, _ in central.models.twins]
+        assert all(mine.isdisjoint(x.data_ptr() for x in (*t.parameters(), *t.buffers())) for t in twins)
         stream, answers = central.open_stream(0, 0, 0, 2), []
         arrays = time_step(np.ones((2, 3), np.float32))
 
@@ -136,7 +130,7 @@ def test_without_a_free_batch_no_host_is_answered_until_there_is_one(rig):
 
 
 def lockstep(rig: Callable[..., Rig], hosts: int = 2) -> tuple[Rig, list[Client]]:
-    one = rig(envs=2 * hosts, batch_size=2 * hosts, batches=1, lockstep=True, batch_min=1)
+    one = rig(envs=2 * hosts, lockstep=True, batch_min=1)
     return one, [Client(one, n).go() for n in reversed(range(hosts))][::-1]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from itertools import count, islice
 from types import SimpleNamespace
 
@@ -78,7 +79,7 @@ def test_weights_are_published_every_n_learner_steps():
 
 def test_decoupled_acting_without_rollouts_ends_with_a_reason():
     with crewed(config()) as learner:
-        learner.acting.timeout = 0.3
+        learner.acting.setup = replace(learner.acting.setup, timeout=0.3)
         learner.context.board.close()  # the actors leave
         with pytest.raises(CoterieError, match=r"no batch of rollouts for 0\.3 s: the actors hang"):
             deque(steps(learner))

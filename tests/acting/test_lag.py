@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections import defaultdict
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -27,9 +26,8 @@ from tests.support.crew import crewed
 from tests.support.paced import LENGTHS, PAUSES, TASKS, tallied
 
 ACTORS = {"acting": "decoupled", "actors": 2}
-PROCESSES, WIDTH, T, ROWS = 6, 128, 20, 1_000_000  # WIDTH: envs of each
+PROCESSES, WIDTH, T, ROWS = 6, 128, 20, 600_000  # WIDTH: envs of each
 BOUND = {"decoupled": 3, "central": 4}
-SLOWEST = len(PAUSES) - 1
 
 
 @dataclass
@@ -42,18 +40,9 @@ class Part:
     ended: Array  # terminated or truncated
     late: Array  # of an episode that the env does not count
 
-    @property
-    def speed(self) -> int:
-        return speed_of(int(self.ids[0]))
-
 
 def speed_of(env: int) -> int:
     return env // WIDTH % len(PAUSES)
-
-
-Times = Callable[
-    [Part, int], "Array | int"
-]  # a part, its number among those of its speed -> how often it is trained on
 
 
 @dataclass
@@ -61,28 +50,19 @@ class Run:
     sampled: Array  # [speeds, lengths]: rows in whole episodes, as the envs have counted them
     parts: list[Part]  # in the order of training
 
-    def trained(self, times: Times = lambda part, number: 1) -> Array:
+    def trained(self) -> Array:
         """The same from the flags of what is trained on: an episode is as long as the rows between two ends."""
-        found, numbers = np.zeros_like(self.sampled), Counter[int]()
+        found = np.zeros_like(self.sampled)
         streams = defaultdict[int, list[Array]](list)  # flags of an env, row after row
         for part in self.parts:
-            copies = np.broadcast_to(times(part, numbers[part.speed]), WIDTH)
-            numbers[part.speed] += 1
             flags = np.stack([part.valid, part.ended, part.late])
             for column, env in enumerate(part.ids.tolist()):
-                streams[env] += [flags[:, :, column]] * int(copies[column])
+                streams[env].append(flags[:, :, column])
         for env, stream in streams.items():
             valid, ended, late = np.concatenate(stream, axis=1)
             rows = np.diff(np.cumsum(valid)[ended & ~late], prepend=0)
             np.add.at(found[speed_of(env)], np.searchsorted(LENGTHS, rows).clip(max=len(LENGTHS) - 1), rows)
         return found
-
-
-def chance(found: Array, of: Array) -> float:
-    """The probability that rows drawn at random from `of` differ from it as `found` does, or more (chi-square)."""
-    expected = of * (found.sum() / of.sum())
-    statistic = float(((found - expected) ** 2 / expected).sum())
-    return float(torch.special.gammaincc(torch.tensor((of.size - 1) / 2), torch.tensor(statistic / 2)))
 
 
 def driven(acting: str, folder: Path, rows: int = ROWS, pace: float = 0.5, max_lag: int | None = None) -> Run:
@@ -122,31 +102,17 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 def test_what_is_trained_on_is_what_was_sampled_whatever_the_speed_and_the_length_of_episodes(run):
     trained = run.trained()
     assert trained.sum() >= ROWS
-    assert chance(trained, run.sampled) > 0.01
     assert np.array_equal(trained, run.sampled), "an episode was lost, cut, or trained on twice"
-
-
-FAULTS: dict[str, Times] = {
-    "every 20th rollout of the slowest is lost": lambda part, n: int(part.speed < SLOWEST or n % 20 > 0),
-    "every 20th rollout of the slowest counts twice": lambda part, n: 1 + (part.speed == SLOWEST and n % 20 == 0),
-    "a tenth of those in the middle of an episode is lost": lambda part, n: part.ended.any(0) | (n % 10 > 0),
-    "a tenth of those with two ends or more is lost": lambda part, n: (part.ended.sum(0) < 2) | (n % 10 > 0),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_bias_would_be_noticed(run, fault):
-    assert chance(run.trained(FAULTS[fault]), run.sampled) < 1e-6
 
 
 def test_the_bound_holds_and_no_env_starves(run, request):
     assert 0 < max(part.lag for part in run.parts) <= BOUND[request.node.callspec.params["run"]]
-    for some in np.array_split(np.array(run.parts), 5):
+    for some in np.array_split(np.array(run.parts), 3):
         assert len({env for part in some for env in part.ids.tolist()}) == WIDTH * PROCESSES
 
 
 def test_env_hosts_would_exceed_the_bound_without_it(tmp_path):
-    run = driven("central", tmp_path, rows=ROWS // 5, pace=2, max_lag=0)
+    run = driven("central", tmp_path, rows=200_000, pace=2, max_lag=0)
     assert max(part.lag for part in run.parts) > BOUND["central"]
 
 

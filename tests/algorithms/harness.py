@@ -7,7 +7,7 @@ import copy
 import torch
 
 from coterie.algorithms.a2c import A2C
-from coterie.algorithms.base import Compute, autocast
+from coterie.algorithms.base import Compute
 from coterie.build.factory import make_algorithm, make_model
 from coterie.learner import Gradients
 from coterie.models.build import Network
@@ -15,7 +15,6 @@ from coterie.parallel.params import FlatParams
 from coterie.parallel.threads import Team
 from tests.conftest import VECTOR, make_config, make_rollout
 
-FP32 = autocast(torch.device("cpu"), torch.float32)
 LSTM = {"model.core": "lstm", "model.core_size": 8}
 
 SMALL = {
@@ -76,7 +75,7 @@ def gradient(config, rollout, *, spec=VECTOR, kind=A2C, chunk=0, ways=1, prepare
     model = Network(spec, config.model)
     prepare(model)
     params, team = FlatParams(model), Team(ways)
-    algorithm, gradients = kind(config, spec, Compute(chunk=chunk)), Gradients(model, params, team, FP32)
+    algorithm, gradients = kind(config, spec, Compute(chunk=chunk)), Gradients(model, params, Compute(team=team))
     metrics = []
     for batch in algorithm.batches(model, rollout):
         batch.metrics = gradients.compute(algorithm, batch)

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from coterie.algorithms.a2c import A2C
+from coterie.algorithms.base import Compute
 from coterie.algorithms.ppo import PPO
 from coterie.algorithms.vtrace import VTrace
 from coterie.config import Model, Schedule
 from coterie.learner import Gradients
 from coterie.models.build import Network
 from coterie.parallel.params import FlatParams
-from coterie.parallel.threads import Team
 from coterie.runs.config_io import replace
 from coterie.types import Inputs
-from tests.algorithms.harness import FP32, LSTM, gradient
+from tests.algorithms.harness import LSTM, gradient
 from tests.conftest import IMAGE, VECTOR, make_config, make_rollout, needs_gpu
 
 
@@ -240,7 +240,7 @@ def test_the_entropy_that_is_adapted_is_the_valid_rows(kind):
     model = Network(VECTOR, config.model)
     params = FlatParams(model)
     params.data.zero_()  # a uniform policy over four actions has the entropy that is asked for
-    algorithm, gradients = kind(config, VECTOR), Gradients(model, params, Team(1), FP32)
+    algorithm, gradients = kind(config, VECTOR), Gradients(model, params, Compute())
     for seed in range(2):  # the second batch of V-trace has old rollouts, too
         for batch in algorithm.batches(model, make_rollout(VECTOR, 6, 8, seed)):
             batch.metrics = gradients.compute(algorithm, batch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import asdict
 from itertools import pairwise
 
@@ -39,7 +38,7 @@ def test_parts_and_threads_add_up_to_the_whole_batch(name, chunk, ways):
     for parts, members in ((0, 1), (chunk, ways)):
         batch.chunk = parts
         team = Team(members)
-        metrics = Gradients(model, params, team, nullcontext).compute(algorithm, batch)
+        metrics = Gradients(model, params, Compute(team=team)).compute(algorithm, batch)
         team.close()
         found.append((params.grad.clone(), metrics, batch.priority))
         params.grad.zero_()

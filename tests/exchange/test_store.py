@@ -268,8 +268,7 @@ def test_nothing_is_read_in_the_middle_of_an_update(reads):
 def take_turns(post: Post, shared: SharedArrays, board: Board, rank: int, rollouts: int) -> None:
     """`data[0]`: how many are inside; `data[1]`: the most that ever were; `data[2:]`: who was inside, one by one."""
     data, turn = shared.arrays["data"], CoreTurns(Locks(shared.fd, 5.0), 7, board, rank)
-    board.active[rank] = 1
-    wait_until(lambda: board.active.all())  # who starts late has not been left out
+    board.meet(rank, 60.0)  # who starts late has not been left out
     for _ in range(rollouts):
         turn.begin()
         turn.begin()  # polled in the middle of a rollout: it goes on

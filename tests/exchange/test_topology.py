@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
 
-from coterie.exchange.topology import NAMES, contraction, matrices
+from coterie.config import Gossip
+from coterie.exchange.topology import contraction, matrices
 from coterie.types import ConfigError
+
+NAMES = get_args(get_type_hints(Gossip)["topology"])
 
 
 def connected(sequence):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from coterie.algorithms.base import Loss
+from coterie.algorithms.base import Compute, Loss
 from coterie.build.resources import resolve_config
 from coterie.exchange.solo import Solo
 from coterie.exchange.topology import contraction, matrices
@@ -153,7 +152,7 @@ class Noise:
 def test_of_white_noise_the_cosine_is_the_root_of_a_half_and_of_one_direction_it_is_one(same, ways):
     model = nn.Linear(20_000, 1, bias=False)
     params, team = FlatParams(model), Team(ways)
-    gradients = Gradients(model, params, team, nullcontext)
+    gradients = Gradients(model, params, Compute(team=team))
     norms, batch = Norms(gradients, 10), Noise(torch.randn(24, 20_000), same)
     gradients.compute(batch, batch)
     norms.gradient(0, batch, batch)

@@ -30,7 +30,6 @@ from tests.support.runs import (
 
 slow = pytest.mark.slow
 OPTIONS = {"decoupled": decoupled_options, "central": central_options}
-ACCOUNTED = OPTIONS | {"inline": partial(inline_options, learners=1)}
 METRICS = {
     "decoupled": {"stage/wait", "stage/actor/env", "slots/waiting", "policy_lag/mean"},
     "central": {
@@ -69,12 +68,17 @@ def test_a_run_with_actors_or_hosts_finishes_evaluates_and_resumes(tmp_path, act
     assert acting == "central" or sum(by_row) / len(by_row) == pytest.approx(mean, abs=1e-3)
 
 
-@pytest.mark.parametrize("fault", ["Losing", "Repeating"])
-@pytest.mark.parametrize("acting", ["inline", "decoupled", "central"])
-def test_the_accounts_show_a_rollout_that_was_lost_or_learned_twice(tmp_path, acting, fault):
-    part = f"tests.support.lossy:{fault}{acting.capitalize()}"
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (partial(inline_options, learners=1), "RepeatingInline"),
+        (decoupled_options, "LosingDecoupled"),
+        (central_options, "RepeatingCentral"),
+    ],
+)
+def test_the_accounts_show_a_rollout_that_was_lost_or_learned_twice(tmp_path, options, part):
     out = tmp_path / "run"
-    assert main(ACCOUNTED[acting](out, "solo", steps=1000, **{"plugins.acting": part})) == 0
+    assert main(options(out, "solo", steps=1000, **{"plugins.acting": f"tests.support.lossy:{part}"})) == 0
     with pytest.raises(AssertionError, match="not accounted for"):
         check_rows(out)
     assert "rows are not accounted for" in (out / "log.txt").read_text()
@@ -118,27 +122,21 @@ def test_killed_actors_and_hosts_are_restarted_and_lose_at_most_a_rollout(meddle
     meddler.check_nothing_left()
 
 
-@pytest.mark.parametrize(
-    ("acting", "changes"),
-    [
-        ("decoupled", {}),
-        # Long rollouts, whose rows the learner has received and not learned from.
-        pytest.param("central", {"algo.unroll-length": 20, "log.checkpoint_every": 4}, marks=slow),
-    ],
-)
-def test_a_killed_learner_comes_back_with_its_actors_or_hosts(meddler, tally, acting, changes):
+@slow
+def test_a_killed_learner_comes_back_with_its_hosts(meddler, tally):
+    """Of long rollouts, whose rows it has received and not learned from."""
+
     def kill() -> None:
         meddler.at_work()
         meddler.kill(0)
         meddler.saves_again()
         meddler.interrupt()
 
-    assert meddler.run(OPTIONS[acting](meddler.out, **{**ENDLESS, **tally.options, **changes}), kill) == 75
+    changes = {**ENDLESS, **tally.options, "algo.unroll-length": 20, "log.checkpoint_every": 4}
+    assert meddler.run(central_options(meddler.out, **changes), kill) == 75
     summary = check_rows(meddler.out)
     actors = sum(isinstance(one, str) for one, _ in meddler.started)
     assert summary["rows"]["produced"] <= tally.steps <= summary["rows"]["produced"] + 2 * actors * CROWD
-    if acting == "decoupled":  # what was rolled back is not in the histogram either
-        assert sum(summary["policy_lag"].values()) == summary["env_steps"] + summary["masked_steps"]
     assert meddler.starts(0) == meddler.starts("actor 0") == 2
     meddler.check_nothing_left()
 
@@ -178,4 +176,5 @@ def test_a_lone_learner_that_is_killed_goes_on_from_what_it_had_last_reported(me
     assert sum(summary["policy_lag"].values()) == summary["env_steps"] + summary["masked_steps"]
     steps = [line["learner_steps"] for line in read_metrics(meddler.out)]
     assert steps == sorted(steps)
+    assert meddler.starts(0) == meddler.starts("actor 0") == 2
     meddler.check_nothing_left()

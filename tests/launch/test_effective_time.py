@@ -10,7 +10,6 @@ import os
 import signal
 import time
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ import pytest
 from coterie.runs.metrics import read_metrics
 from tests.support.commands import Command
 from tests.support.process_table import family
-from tests.support.runs import check_rows
+from tests.support.runs import check_rows, keep
 
 pytestmark = pytest.mark.slow
 SECONDS = float(os.environ.get("COTERIE_EFFECTIVE_S", "60"))
@@ -99,10 +98,7 @@ def test_a_run_trains_nine_tenths_of_its_time(tmp_path, kind):
             "effective": round(share, 3), "longest_pause_s": round(pause, 1), "rows": rows,
             "steps_each_second": np.diff(np.interp(np.arange(times[0], times[-1]), times, steps)).round().tolist(),
         }  # fmt: skip
-        if path := os.environ.get("COTERIE_EFFECTIVE"):
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            before = json.loads(Path(path).read_text()) if Path(path).exists() else []
-            Path(path).write_text(json.dumps([*(x for x in before if x["what"] != kind), row], indent=1) + "\n")
+        keep("COTERIE_EFFECTIVE", [row], "what")
         assert len(kills) >= SECONDS // EVERY_S
         assert share > LEAST, row
         assert pause < PAUSE_S, row

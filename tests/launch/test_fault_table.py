@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import signal
 import time
 from bisect import bisect_left
@@ -21,7 +19,7 @@ from tests.launch.namespaces import bridged
 from tests.launch.slow_link import SlowLink
 from tests.support.commands import Command
 from tests.support.net import free_port
-from tests.support.runs import check_rows
+from tests.support.runs import check_rows, keep
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -112,14 +110,6 @@ class Watch:
         return max((b - a for a, b in itertools.pairwise(after)), default=0.0)
 
 
-def note(row: dict[str, object]) -> None:
-    if path := os.environ.get("COTERIE_FAULTS"):
-        rows = json.loads(Path(path).read_text()) if Path(path).exists() else []
-        rows = [x for x in rows if (x["what"], x["fault"]) != (row["what"], row["fault"])]
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps([*rows, row], indent=1) + "\n")
-
-
 @pytest.mark.parametrize("fault", ["none", "lost", "dark", "slow", "cut"])
 @pytest.mark.parametrize("kind", ["sync PPO", "GALA-PPO", "IMPALA", "SEED"])
 def test_cartpole_is_solved_across_machines(tmp_path, machines, kind, fault):
@@ -176,7 +166,7 @@ def test_cartpole_is_solved_across_machines(tmp_path, machines, kind, fault):
             part.process.send_signal(signal.SIGTERM)
             assert part.process.wait(120) == (75 if part.trains else 0), part.text()[-2000:]
         found = [check_rows(part.out) for part in learners]
-        note({
+        row = {
             "what": kind,
             "fault": fault,
             "steps_per_s_before": round(before),
@@ -186,7 +176,8 @@ def test_cartpole_is_solved_across_machines(tmp_path, machines, kind, fault):
             "steps_dropped": sum(one["rows"]["dropped"] + one["rows"]["rolled_back"] for one in found),
             "updates_lost": max((part.lines()[-1].get("allreduce/updates_lost", 0) for part in learners), default=0),
             "seconds_to_solved": round(hub.times[-1] - hub.times[0]),
-        })  # fmt: skip
+        }
+        keep("COTERIE_FAULTS", [row], "what", "fault")
     finally:
         for part in parts:
             part.close()

@@ -177,11 +177,11 @@ def test_resumed_learners_continue_with_their_weights_counts_and_moments(tmp_pat
 )
 def test_deterministic_modes_give_the_same_weights_twice(tmp_path, options, exchange, changes):
     """Whatever the timing: a slow learner, evaluations and checkpoints in between change nothing."""
-    disturbed = {"env.delay": 0.01, "env.delay_learner": 1, "eval.every": 600, "eval.episodes": 2}
+    disturbed = {"env.delay": 0.01, "env.delay_learner": 1, "eval.every": 200, "eval.episodes": 2}
     disturbed |= {"log.checkpoint_every": 0.0}
     digests = []
     for i, more in enumerate(({}, disturbed)):
-        assert main(options(tmp_path / str(i), exchange, **{"steps": 1500, **changes, **more})) == 0
+        assert main(options(tmp_path / str(i), exchange, **{"steps": 1000, **changes, **more})) == 0
         summary = check_rows(tmp_path / str(i))
         assert summary["rows"]["in_flight"] == summary.get("restarts", 0) == 0
         assert options is inline_options or set(summary["policy_lag"]) == {"0"}

@@ -5,7 +5,6 @@ It takes a minute. `make chaos` runs it for an hour, and writes its measurements
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -20,6 +19,7 @@ from coterie.runs.metrics import read_metrics
 from tests.launch.test_linked_runs import Linked
 from tests.support.net import free_port
 from tests.support.process_table import family, gone
+from tests.support.runs import keep
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -105,9 +105,7 @@ def test_two_linked_runs_survive_chaos(tmp_path):
                 "mean_return_last": round(float(np.mean(returns[-tenth:])), 2),
                 **{k: round(v, 1) for k, v in one.summary().items()},
             })  # fmt: skip
-        if path := os.environ.get("COTERIE_CHAOS"):  # also where something below is not as it should be
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            Path(path).write_text(json.dumps(report, indent=1) + "\n")
+        keep("COTERIE_CHAOS", report)  # also where something below is not as it should be
         for kept in report:
             assert kept["descriptors_last"] <= kept["descriptors_first"] + 4, kept
             if SECONDS > 1800:  # a minute shows no trend

@@ -16,7 +16,7 @@ def test_a_clamped_observation_is_counted_and_said_once(tmp_path, acting):
         "actors": 0 if acting == "inline" else 1, "log.every": 0.0,
     }  # fmt: skip
     preset, env = "a2c" if acting == "inline" else "impala", "tests.support.flaky:FlakyEnv"
-    train(preset=preset, env=env, acting=acting, steps=3000, out=str(out), quiet=True, **settings)
+    train(preset=preset, env=env, acting=acting, steps=600, out=str(out), quiet=True, **settings)
     assert [line["normalizer/clamped"] for line in read_metrics(out)][-1] == 1
     said = [line for line in (out / "log.txt").read_text().splitlines() if "far from the mean" in line]
     assert [line.partition(" 1 ")[2] for line in said] == [

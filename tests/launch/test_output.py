@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from coterie.runs import checkpoint
 from tests.support.commands import PATIENCE
 from tests.support.outputs import outputs
 from tests.support.runs import ENDLESS, inline_options, last_checkpoint, read_summary
@@ -48,40 +51,33 @@ def test_a_run_whose_output_is_on_a_full_disk_finishes(tmp_path: Path) -> None:
     assert read_summary(out)["status"] == "finished"
 
 
-def unread(folder: Path, env: str, **changes: object) -> str:
-    """A run of an env of its own fails, and nobody reads why. Returns the reason in its summary."""
-    (folder / "odd_env.py").write_text(env)
-    out, (write, read) = folder / "run", outputs("full pipe")
-    options = {**COUNTING, "env.id": "odd_env:Hanging", **changes}
+def failing(folder: Path, how: str, output: int) -> str:
+    """A run with an env that fails, and this output. Returns the reason in its summary."""
+    out, env = folder / "run", {"env.id": "tests.support.flaky:FlakyEnv"}
+    options = {**COUNTING, **env, "env.kwargs": json.dumps({"how": how, "at": 3}), "log.stall": 2}
     command = [sys.executable, "-m", "coterie", *inline_options(out, "solo", **options)]
-    paths = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
-    try:
-        done = subprocess.run(command, stdout=write, stderr=write, env=paths, check=False, timeout=PATIENCE)
-    finally:
-        os.close(write)
-        os.close(read)
-    assert done.returncode == 1
-    assert read_summary(out)["status"] == "failed"
+    done = subprocess.run(command, stdout=output, stderr=output, check=False, timeout=PATIENCE)
+    assert (done.returncode, read_summary(out)["status"]) == (1, "failed")
+    assert checkpoint.latest(out / "checkpoints") is not None  # the one at step 0
     return str(read_summary(out)["reason"])
 
 
-def test_a_run_that_fails_ends_although_nobody_reads_why(tmp_path: Path) -> None:
-    assert "odd" in unread(tmp_path, HANGING_ENV.replace("time.sleep(1000)", "raise ValueError('odd')"))
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [("raise", "flaky by design"), ("hang", r"no rollout for .* \(log\.stall\)")],
+    ids=["raise", "hang"],
+)
+def test_a_run_that_fails_ends_although_nobody_reads_why(tmp_path: Path, how: str, reason: str) -> None:
+    write, read = outputs("full pipe")
+    try:
+        assert re.search(reason, failing(tmp_path, how, write))
+    finally:
+        os.close(write)
+        os.close(read)
 
 
-def test_a_run_that_hangs_ends_although_nobody_reads_why(tmp_path: Path) -> None:
-    assert "hangs" in unread(tmp_path, HANGING_ENV, **{"log.stall": 2})
-
-
-HANGING_ENV = """
-import time
-
-from coterie.envs.testing import CountingEnv
-
-
-class Hanging(CountingEnv):
-    def step(self, action):
-        if self.steps == 3:
-            time.sleep(1000)
-        return super().step(action)
-"""
+@pytest.mark.slow
+def test_a_run_that_hangs_says_why(tmp_path: Path) -> None:
+    with (tmp_path / "said").open("w") as file:
+        reason = failing(tmp_path, "hang", file.fileno())
+    assert (tmp_path / "said").read_text().splitlines()[-1] == f"coterie: {reason}"

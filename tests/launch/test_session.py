@@ -79,7 +79,7 @@ def test_a_learner_that_cannot_be_made_leaves_nothing_behind(monkeypatch, where)
 
 @pytest.mark.parametrize(("exchange", "alone"), [("gossip", True), ("store", True), ("solo", False)])
 def test_a_run_whose_exchange_is_alone_says_so(tmp_path, capfd, exchange, alone):
-    coterie.train(small_ppo(tmp_path / "run", exchange=exchange, learners=1), quiet=False)
+    coterie.train(small_ppo(tmp_path / "run", exchange=exchange, learners=1, steps=100), quiet=False)
     line = f"exchange {exchange} has one learner, so it changes nothing: --learners N for more"
     assert (line in capfd.readouterr().out) == alone
     assert (line in (tmp_path / "run" / "log.txt").read_text()) == alone
@@ -96,9 +96,9 @@ def test_settings_without_effect_are_named_where_they_are_given_from_python(tmp_
 
 
 def test_the_same_seed_gives_the_same_weights_with_evaluations_too(tmp_path):
-    digests = []
-    for i, changes in enumerate(({}, {}, {"eval.every": 700, "eval.episodes": 2}, {"seed": 1})):
-        digests.append(coterie.train(small_ppo(tmp_path / str(i), **changes), quiet=True)["digest"])
+    digests, short = [], {"steps": 600, "algo.unroll_length": 8}  # five rollouts
+    for i, changes in enumerate(({}, {}, {"eval.every": 200, "eval.episodes": 2}, {"seed": 1})):
+        digests.append(coterie.train(small_ppo(tmp_path / str(i), **short, **changes), quiet=True)["digest"])
     assert digests[0] == digests[1] == digests[2]
     assert digests[3] != digests[0]
 
@@ -209,19 +209,6 @@ def test_a_run_that_fails_for_replaced_envs_counts_and_logs_them(tmp_path, prese
         coterie.train(presets.make(preset, env, steps=4000, out=str(out), **how), quiet=True)
     assert read_summary(out)["envs_replaced"] >= 4
     assert (out / "log.txt").read_text().count("replaced env ") >= 4
-
-
-@pytest.mark.slow
-def test_a_run_in_which_nothing_moves_ends_with_the_reason(command):
-    """The envs' own time-out is longer than log.stall."""
-    env = {"env.id": "tests.support.flaky:FlakyEnv", "env.kwargs": '{"how": "hang", "at": 3}', "env.timeout": 600}
-    run = command(options, **env, **{"log.stall": 2})
-    run.end(code=1)
-    assert "log.stall" in run.text().splitlines()[-1]
-    summary = read_summary(run.out)
-    assert summary["status"] == "failed"
-    assert "no rollout for" in summary["reason"]
-    assert checkpoint.latest(run.out / "checkpoints") is not None  # the one at step 0
 
 
 def test_a_run_says_what_it_goes_on_from_and_what_is_lost(tmp_path, capsys):

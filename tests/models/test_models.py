@@ -10,7 +10,6 @@ from coterie.build.resources import resolve_config
 from coterie.build.validity import check
 from coterie.config import Model, Q
 from coterie.models.build import Network, acting_copy
-from coterie.models.cores import LSTMCore
 from coterie.models.mlp import Tanh
 from coterie.models.torsos import Residual, build_torso
 from coterie.parallel.params import FlatParams
@@ -21,25 +20,6 @@ from tests.conftest import IMAGE, VECTOR, make_rollout
 def inputs_of(rollout, t):
     obs = {k: x[:t] for k, x in rollout.obs.items()} if isinstance(rollout.obs, dict) else rollout.obs[:t]
     return Inputs(obs, rollout.is_first[:t], rollout.prev_action[:t], rollout.prev_reward[:t])
-
-
-def test_lstm_between_resets_equals_one_step_at_a_time_by_hand():
-    torch.manual_seed(1)
-    core, (t, b, f, h) = LSTMCore(5, 7), (9, 4, 5, 7)
-    x, state = torch.randn(t, b, f), torch.randn(b, 2, h)
-    is_first = torch.rand(t, b) < 0.3
-    got, last = core(x, is_first, state)
-    w_ih, w_hh, b_ih, b_hh = (p.detach() for p in core.lstm.parameters())
-    for env in range(b):
-        hidden, cell = state[env, 0], state[env, 1]
-        for step in range(t):
-            if is_first[step, env]:
-                hidden, cell = torch.zeros(h), torch.zeros(h)
-            i, g, c, o = (w_ih @ x[step, env] + b_ih + w_hh @ hidden + b_hh).chunk(4)
-            cell = torch.sigmoid(g) * cell + torch.sigmoid(i) * torch.tanh(c)
-            hidden = torch.sigmoid(o) * torch.tanh(cell)
-            torch.testing.assert_close(got[step, env], hidden)
-        torch.testing.assert_close(last[env], torch.stack((hidden, cell)))
 
 
 CORES = {

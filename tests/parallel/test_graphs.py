@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from coterie.algorithms.base import Compute, autocast
+from coterie.algorithms.base import Compute
 from coterie.algorithms.ppo import PPO
 from coterie.algorithms.table import algorithm_class
 from coterie.build import resources
@@ -155,8 +155,8 @@ def trained(config, device, record=None, rounds=6, threads=1, chunk=0):
     spec = NUMBERS if config.algorithm == "sac" else VECTOR
     model = make_model(config, spec).to(device)
     params = FlatParams(model)
-    algorithm = make_algorithm(config, spec, Compute(record=record, chunk=chunk, device=torch.device(device)))
-    gradients = Gradients(model, params, Team(threads), autocast(torch.device(device), torch.float32), record)
+    compute = Compute(record=record, chunk=chunk, device=torch.device(device), team=Team(threads))
+    algorithm, gradients = make_algorithm(config, spec, compute), Gradients(model, params, compute)
     found, last = [], None
     for i in range(rounds):
         rollout = make_rollout(spec, 6, 8, i)

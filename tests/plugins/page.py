@@ -1,16 +1,14 @@
-"""The files that the guides on custom parts show, and the command line in a folder that has nothing else."""
+"""The files that the guides on custom parts show, and runs in a folder that has nothing else."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests.support.commands import ROOT, coterie
+
 PAGES = sorted((ROOT / "docs" / "guides").glob("custom-*.md"))
 
 
@@ -21,13 +19,6 @@ def write_files(folder: Path, *pages: Path) -> list[str]:
     for name, text in blocks:
         (folder / name).write_text(text)
     return [name for name, _ in blocks]
-
-
-def coterie(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    """`coterie ARGS` from `folder`, as the installed command starts it: without that folder on Python's path (-P)."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-P", "-m", "coterie", *args]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=300)
 
 
 def train(folder: Path, out: str, *args: str) -> dict[str, Any]:

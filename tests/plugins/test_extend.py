@@ -11,7 +11,8 @@ from coterie.config import Model
 from coterie.plugins import named
 from coterie.runs import checkpoint
 from coterie.types import ObsSpec
-from tests.plugins.page import coterie, evaluate, train, write_files
+from tests.plugins.page import evaluate, train, write_files
+from tests.support.commands import coterie
 
 
 @pytest.fixture

@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-import os
 import re
-import subprocess
 import sys
 import tempfile
 import threading
@@ -23,7 +21,7 @@ from coterie.plugins import label, named
 from coterie.runs.metrics import read_metrics
 from coterie.runs.objects import name_of
 from coterie.types import ConfigError
-from tests.plugins.page import ROOT
+from tests.support.commands import ROOT, python
 
 TINY = {
     "log.tensorboard": False,
@@ -39,12 +37,6 @@ from coterie.plugins import named
 made = [named("env.id", name)() for name in sys.argv[1:]]
 print(json.dumps([[type(env).__name__, env.length] for env in made]))
 """
-
-
-def python(*args, folder=None, **more):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder or tempfile.gettempdir())}
-    command = [sys.executable, *args]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False, **more)
 
 
 def from_file(path):
@@ -114,7 +106,7 @@ def test_what_cannot_be_used_is_refused_in_one_sentence(tmp_path):
 
 
 def test_the_script_of_the_examples_trains_its_own_class_and_goes_on_when_it_is_given_again(tmp_path, capsys):
-    done = python(str(EXAMPLE), "12000", folder=tmp_path)
+    done = python(EXAMPLE, "12000", folder=tmp_path, TMPDIR=str(tmp_path))
     assert (done.returncode, done.stderr) == (0, "")
     assert "ppo x Corridor x inline x solo" in done.stdout
     folder, mean = re.search(r"(runs/ppo-Corridor-s0-\S+): mean return (\S+),", done.stdout).groups()
@@ -153,7 +145,7 @@ def test_what_was_typed_in_reaches_every_process(tmp_path, layout):
     objects = 'env=lambda: Corridor(5), algorithm=Mine, **{"model.torso": torso}'
     text = EXAMPLE.read_text().partition("if __name__")[0] + TYPED
     text += f"print(coterie.train(steps=300, quiet=True, {objects}, **{TINY | layout})['status'])"
-    done = python(folder=tmp_path, input=text)
+    done = python(folder=tmp_path, typed=text, TMPDIR=str(tmp_path))
     assert (done.stderr, done.stdout) == ("", "finished\n")
     assert (tmp_path / "algorithm").exists()
     assert len([*tmp_path.glob("torso-*")]) >= 2

@@ -19,7 +19,8 @@ from coterie.exchange.table import EXCHANGES
 from coterie.plugins import named
 from coterie.runs.config_io import replace as changed
 from coterie.tools.plan.services import save
-from tests.plugins.page import coterie, train, write_files
+from tests.plugins.page import train, write_files
+from tests.support.commands import coterie
 from tests.support.options import parse_cli
 from tests.test_conformance import check_cartpole, check_counting_env
 from tests.tools.plan.harness import COSTS, services
@@ -96,6 +97,7 @@ def test_registered_parts_train_and_resume_in_processes_of_their_own(tmp_path):
         (("--exchange", "local_sgd:LocalSGD"), "local_sgd:LocalSGD is a subclass of AllReduce, but this run uses Solo"),
         (("--exchange", "late:short"), "plugins.exchange: late:short must take other arguments: too many positional"),
         (("--algorithm", "late:Half"), "algorithm: late:Half must define batches, loss"),
+        (("--exchange", "late:Part"), "plugins.exchange: late:Part must define load_state_dict, state_dict, step"),
         (("--algorithm", "late:short"), "algorithm: late:short is not a subclass of coterie.algorithms.base.Algorithm"),
         *(
             (("--model.network", f"tests.support.networks:{name}"), says)
@@ -125,6 +127,8 @@ def test_a_part_that_cannot_be_used_is_one_line_and_leaves_nothing(tmp_path, mon
         file.write("\ndef short():\n    return None\n\ndef none(obs, config):\n    return None\n")
         file.write("\nfrom coterie.algorithms.base import AlgorithmBase\n\n")
         file.write("\nclass Half(AlgorithmBase):\n    on_policy, act = True, short\n")
+        file.write("\nfrom coterie.exchange.base import Exchange\n\n\nclass Part(Exchange):\n")
+        file.write("    def __init__(self, setup):\n        pass\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert main(["train", "a2c", "--env", "CartPole-v1", "--learners", "1", *args, "--out", "run"]) == 2

@@ -22,7 +22,7 @@ from coterie.envs.make import make_spec
 from coterie.parallel.params import FlatParams
 from coterie.parallel.slots import Slots
 from coterie.parallel.weights import Weights
-from coterie.remote.admission import SettingsRequest, settings_of
+from coterie.remote.admission import settings_of
 from coterie.remote.rollout_service import RolloutService
 from coterie.roles.remote_worker import Worker, run_actor, run_env_host
 from coterie.runs.config_io import replace, to_dict
@@ -30,6 +30,7 @@ from coterie.types import CoterieError
 from coterie.wire.auth import offset
 from coterie.wire.client import Endpoint
 from coterie.wire.server import Server
+from coterie.wire.service import ServiceStream
 from tests.conftest import VECTOR
 from tests.support.waiting import wait_until
 
@@ -73,12 +74,12 @@ def serve(tmp_path) -> Iterator[Serve]:
 )
 def test_settings_that_a_worker_cannot_use_are_refused_with_one_line(serve: Serve, work: Any, changes: Any, why: str):
     config = resolve_config(Config())
-    settings: dict[str, Any] = settings_of(config, VECTOR, 20) | {"envs": 4, "core": [], "config": to_dict(config)}
+    settings: dict[str, Any] = settings_of(config, VECTOR, 20) | {"envs": 4, "config": to_dict(config)}
     for name, value in changes.items():
         into = settings["config"] if name in ("algorithm", "model", "plugins") else settings
         into[name] = {**into[name], **value} if isinstance(value, dict) else value
     method = "Infer" if work is run_env_host else "PushRollouts"
-    endpoint = serve({method: lambda hello: SettingsRequest({"learners": 1, "settings": json.dumps(settings)})})
+    endpoint = serve({method: lambda hello: ServiceStream({"learners": 1, "settings": json.dumps(settings)})})
     with pytest.raises(CoterieError) as caught:
         work(BASE, endpoint, Worker(print, lambda: None))
     assert why in str(caught.value)

@@ -24,7 +24,7 @@ from coterie.remote.rollout_service import VERSION, check_rollout
 from coterie.types import ActionSpec, Array, Spec
 from coterie.wire.codec import Layout, Refused, check_values
 from tests.conftest import IMAGE, VECTOR
-from tests.support.services import PULL, PUSH, UNROLL, WIDTH, Rollout, RolloutServices, recorded, time_step
+from tests.support.services import PULL, PUSH, UNROLL, WIDTH, Rollout, RolloutServices, recorded, shown
 from tests.support.waiting import wait_until
 from tests.support.wire import channel_to, data_frame
 
@@ -49,7 +49,7 @@ SPECS = {
     ],
 )
 def test_a_time_step_that_would_harm_the_learner_is_refused(changes: dict[str, float], why: str):
-    seen = time_step(VECTOR)
+    seen = shown(VECTOR)
     check_values(VECTOR, seen)
     for name, value in changes.items():
         seen[name][-1] = value
@@ -59,7 +59,7 @@ def test_a_time_step_that_would_harm_the_learner_is_refused(changes: dict[str, f
 
 def test_an_observation_far_outside_of_its_space_is_refused():
     narrow = replace(VECTOR, obs={"": replace(VECTOR.obs[""], low=-1.0, high=2.0)})
-    seen = time_step(narrow)
+    seen = shown(narrow)
     seen["obs/"][-1] = 5.0  # envs do not keep their bounds closely
     check_values(narrow, seen)
     seen["obs/"][-1] = 1e3
@@ -71,7 +71,7 @@ def test_a_space_as_wide_as_its_numbers_limits_nothing_and_warns_of_nothing():
     most = float(np.finfo(np.float32).max)  # bounds of gymnasium's CartPole and LunarLander
     wide = replace(VECTOR, obs={"": replace(VECTOR.obs[""], low=-most, high=most)})
     with warnings.catch_warnings(action="error"):
-        check_values(wide, time_step(wide))
+        check_values(wide, shown(wide))
 
 
 @pytest.mark.parametrize(

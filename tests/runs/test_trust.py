@@ -26,6 +26,7 @@ from coterie.runs.trust import code_of
 from coterie.tools.report.dashboard import Live
 from coterie.types import ConfigError
 from tests.plugins.page import ROOT
+from tests.support import commands
 from tests.support.runs import last_line, small_ppo
 from tests.tools.report.recorded import record
 
@@ -124,10 +125,14 @@ def test_code_of_is_empty_for_built_in_parts(trained):
 def test_pages_about_a_folder_import_nothing(foreign):
     record(foreign.with_name("a"), "ppo", env__id="run.evil:main")
     change(foreign.with_name("a"), preset="run.evil:main")
-    record(foreign.with_name("b"), "a2c", env__id="run.evil:main", algorithm="run.evil:main")
-    assert main(["report", "a"]) == 0
-    assert main(["compare", "a", "b"]) == 0
+    b = record(foreign.with_name("b"), "a2c", env__id="run.evil:main", algorithm="run.evil:main")
     assert "run.evil:main" in Live(Path("a")).html()
+    for words in (["report", "a"], ["compare", "a", "b"], ["report", "b"]):
+        assert main(words) == 0
+    assert "Changed from preset a2c" in (b / "report.html").read_text()  # by the spaces in spec.json
+    (b / "spec.json").unlink()
+    assert main(["report", "b"]) == 0
+    assert "Changed from preset a2c" not in (b / "report.html").read_text()
 
 
 @pytest.fixture
@@ -141,10 +146,7 @@ def project(tmp_path, monkeypatch) -> Path:
 
 def command(folder: Path, *args: str) -> tuple[int, str]:
     """`coterie ARGS` from `folder`, as installed; returns its exit code and its last line."""
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "coterie", *args], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, check=False, timeout=200,
-    )  # fmt: skip
+    done = commands.coterie(folder, *args)
     return done.returncode, (done.stdout + done.stderr).strip().splitlines()[-1]
 
 
@@ -275,16 +277,15 @@ def test_the_folder_of_the_command_is_searched_last_and_only_for_named_code(monk
 def test_a_checkpoint_of_a_newer_format_is_refused_and_an_older_one_is_read(foreign):
     path = checkpoint.latest(foreign / "checkpoints")
     manifest = json.loads((path / "manifest.json").read_text())
-    assert manifest["format"] == 1
+    assert manifest.pop("format") == 1
     del manifest["sha256"]
 
-    def write(**changes: object) -> None:
-        body = {k: x for k, x in (manifest | changes).items() if x is not None}
+    def write(body: dict[str, object]) -> None:
         (path / "manifest.json").write_text(json.dumps({**body, "sha256": _seal(body)}))
 
-    write(format=None)
+    write(manifest)
     checkpoint.load(path)
-    write(format=2)
+    write({**manifest, "format": 2})
     with pytest.raises(coterie.CoterieError, match=r"has format 2, and this version of coterie reads 1 to 1$"):
         coterie.load(foreign)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,22 +11,17 @@ from hypothesis.stateful import invariant
 from torch import Tensor
 
 from coterie.acting.central import Central
-from coterie.acting.central_stream import CentralConfig
+from coterie.acting.central_stream import EnvHostService
 from coterie.acting.env_host import GroupStream
-from coterie.acting.recorder import local_fields
-from coterie.build.resources import resolve_config
-from coterie.parallel.board import Board
-from coterie.parallel.stages import Stages
-from coterie.remote.admission import EnvHostService
-from coterie.types import AgentOutput, Array, Inputs, Rollout
+from coterie.types import AgentOutput, Inputs, Rollout
 from coterie.wire.codec import timestep_layout
 from coterie.wire.service import Service
-from tests.conftest import VECTOR, make_config
+from tests.conftest import VECTOR
 from tests.simulation.clients import HOSTS, REMOTE, UNROLL, WIDTH, Client, Clients, Learner
 from tests.simulation.wire import SILENCE_S, Peer
+from tests.support.central import OneWeight, learner_setup, time_step
 
 EPISODE = 5  # steps of an env
-CPU = torch.device("cpu")
 
 
 class Host(Client):
@@ -44,44 +37,29 @@ class Host(Client):
         self.stream = GroupStream(self.link, layout, 0, self.check, self.check, shared)  # type: ignore[arg-type]
 
     def step(self) -> None:
-        self.action = self.stream.actions(self._seen())
-        assert (self.action == self.at % 4).all(), "the actions are for another step"
-        self.at += 1
-
-    def _seen(self) -> dict[str, Array]:
         first = self.at % EPISODE == 0
         obs = np.tile(np.array([self.life, self.at, 0], np.float32), (WIDTH, 1))
-        ends = {name: np.full(WIDTH, np.nan) for name in ("episode_return", "episode_length")}
-        flags = {name: np.zeros(WIDTH, bool) for name in ("terminated", "truncated")}
         reward = np.zeros(WIDTH) if first else 4 * self.at + self.action
-        return {"obs/": obs, "reward": reward.astype(np.float32), "is_first": np.full(WIDTH, first), **flags, **ends}
+        seen = time_step(obs, reward=reward.astype(np.float32), is_first=np.full(WIDTH, first))
+        self.action = self.stream.actions(seen)
+        assert (self.action == self.at % 4).all(), "the actions are for another step"
+        self.at += 1
 
 
 class CentralLearner(Learner):
     """A policy whose action is the step's number, modulo 4, and whose value is the version of the weights."""
 
     def work(self) -> None:
-        settings = {"acting": "central", "actors": HOSTS, "env.num_envs": HOSTS * WIDTH}
-        config = resolve_config(make_config(**settings, **{"central.max_envs": (HOSTS + REMOTE) * WIDTH}))
-        own = CentralConfig(
-            VECTOR, HOSTS * WIDTH, UNROLL, 3, 2, wait=0.1, max_envs=config.central.max_envs, timeout=SILENCE_S * 100
-        )
-        weight, twins = torch.zeros(1), [SimpleNamespace(weight=torch.zeros(1)) for _ in range(2)]
-        for twin in twins:
-            twin.initial_state = lambda width: torch.zeros(width, 1)
-        pairs: Any = [(twin, partial(lambda twin: twin.weight.copy_(weight), twin)) for twin in twins]
-        self.central = acting = Central(
-            own, pairs, self._policy, partial(local_fields, VECTOR, UNROLL, device=CPU, core=(1,)), Board(1), 0,
-            Stages(), CPU,
-        )  # fmt: skip
-        acting.is_over = lambda: self.over
-        serve = partial(EnvHostService, config, VECTOR, 0, acting)
-        self.local = {"Infer": serve(local=self.simulation.memory)}  # type: ignore[attr-defined]
-        self.services = {"Infer": serve()}
+        options = {"actors": HOSTS, "env.num_envs": HOSTS * WIDTH, "algo.unroll_length": UNROLL}
+        options |= {"central.max_envs": (HOSTS + REMOTE) * WIDTH, "central.batch_size": 3, "central.queue": 0}
+        how: dict[str, Any] = {"timeout": SILENCE_S * 100, "is_over": lambda: self.over}
+        self.central = acting = Central(learner_setup(self._policy, model := OneWeight(), options, **how))
+        self.local = {"Infer": EnvHostService(acting, self.simulation.memory)}  # type: ignore[attr-defined]
+        self.services = {"Infer": EnvHostService(acting)}
 
         def refresh() -> None:
-            weight.add_(1)
-            acting.publish(int(weight))
+            model.weight.add_(1)
+            acting.publish(int(model.weight))
 
         for rollout in acting.rollouts(refresh):
             self._check(rollout)
@@ -90,7 +68,7 @@ class CentralLearner(Learner):
                 break
         acting.close()
 
-    def _policy(self, model: Any, inputs: Inputs, state: Tensor | None, ids: Tensor) -> tuple[AgentOutput, Tensor]:
+    def _policy(self, model: Any, inputs: Inputs, state: Tensor | None, *_: Any) -> tuple[AgentOutput, Tensor]:
         assert isinstance(inputs.obs, Tensor)
         assert state is not None
         weight, number = model.weight.clone(), inputs.obs[:, 1]
@@ -133,7 +111,7 @@ class EnvHosts(Clients):
         if not getattr(getattr(self, "learner", None), "services", None):
             return
         acting = self.learner.central  # type: ignore[attr-defined]
-        assert acting.envs == sum(stream.width for stream in acting.streams.values()) <= acting.config.max_envs
+        assert acting.envs == sum(stream.width for stream in acting.streams.values()) <= acting.max_envs
 
     def account(self) -> None:
         acting = self.learner.central  # type: ignore[attr-defined]

@@ -20,9 +20,10 @@ from torch import Tensor
 from coterie.acting.actor import ActorMailbox
 from coterie.acting.base import Stopped
 from coterie.acting.child_processes import WorkerReport
-from coterie.build.factory import ProcessContext, exchange_setup, make_exchange, make_model, normalizers
+from coterie.build.factory import ProcessContext, exchange_setup, make_model, normalizers
 from coterie.config import ResolvedConfig
 from coterie.envs.news import EnvNews, Means
+from coterie.exchange.gossip import Gossip
 from coterie.exchange.solo import Solo
 from coterie.launch import supervisor
 from coterie.launch.supervisor import Supervisor
@@ -186,10 +187,9 @@ class Learner(LearnerProcess):
         self.life, self.rngs = LifeRecord(config, ProcessContext(), incarnation), []  # which writes nothing
         self._counts_lock = threading.Lock()
         self.moments = moments = normalizers(config, self.model)
-        if config.exchange == "gossip":
-            self.exchange = make_exchange(config, self.params, moments, context)
-        else:  # its own weights, instead of those that learners share
-            self.exchange = Solo(exchange_setup(config, self.params, moments, context))
+        # Not gossip: its own weights, instead of those that learners share.
+        exchange = Gossip if config.exchange == "gossip" else Solo
+        self.exchange = exchange(exchange_setup(config, self.params, moments, context))
         world.weight = next(iter(self.params.slices))
         self.loaded, self.acted = -1, 0
         self.set_tally(0)

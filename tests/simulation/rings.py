@@ -20,8 +20,9 @@ from coterie.exchange.elastic import MachineGroup
 from coterie.exchange.rendezvous import Machine as Settings
 from coterie.exchange.rendezvous import RendezvousHost, Timing
 from coterie.exchange.signed_store import SignedStore
-from tests.simulation.scheduler import Process, Scheduler, Simulation
+from tests.simulation.scheduler import Scheduler, Simulation
 from tests.simulation.threads import threads
+from tests.simulation.wire import Peer
 
 MACHINES = 3
 TIMING = Timing(look=0.2, poll=0.5)
@@ -105,7 +106,7 @@ class Ring:
     @property
     def left(self) -> bool:
         """Whether its connections are closed."""
-        return not self.machine.main.alive or (self.whole and self.entered and self.machine.group.group is not self)
+        return not self.machine.alive or (self.whole and self.entered and self.machine.group.group is not self)
 
     def allreduce(self, tensors: list[Tensor], how: Any) -> Work:
         return Work(self, tensors[0], lambda given: torch.stack(given).sum(0))
@@ -148,27 +149,23 @@ class Work:
         return self.completed
 
 
-class Machine:
+class Machine(Peer):
     """Adds the sum of all machines' numbers to its weights, again and again."""
 
     def __init__(self, network: Network, number: int) -> None:
+        super().__init__(network.scheduler, str(number))
         self.network, self.number = network, number
         self.cut_off = False
-        self.processes: list[Process] = []
         self.weights = torch.full((1,), float(number))
         self.made = 0
         network.machines[number : number + 1] = [self]
         self.main = self.start("main", self._work)
 
-    def start(self, name: str, work: Callable[[], None]) -> Process:
-        self.processes.append(self.network.scheduler.start(f"{self.number} {name}", work))
-        return self.processes[-1]
-
     def _work(self) -> None:
         kind = MACHINES if self.number == 0 else 0
         settings = Settings(("127.0.0.1", 1), kind, "it", self.number, PATIENCE_S, TIMING, "a token")
         self.group = group = MachineGroup(settings, lambda: False)
-        group.name = str(self.number)
+        group.name = self.name
         while True:
             before = group.sums
             group.join([self.weights])
@@ -226,21 +223,18 @@ class Rings(Simulation):
 
     @rule(who=st.integers(0, MACHINES - 1))
     def kill(self, who: int) -> None:
-        machine = self.network.machines[who]
-        for process in machine.processes:
-            process.kill()
+        self.network.machines[who].kill()
         if who == 0:
             self.network.server = None
 
     @rule(who=st.integers(0, MACHINES - 1))
     def restart(self, who: int) -> None:
-        if not self.network.machines[who].main.alive:
+        if not self.network.machines[who].alive:
             Machine(self.network, who)
 
     @rule(who=st.integers(0, MACHINES - 1), hangs=st.booleans(), seconds=st.sampled_from([0.0, 4.0, 11.0]))
     def hang(self, who: int, hangs: bool, seconds: float) -> None:
-        for process in self.network.machines[who].processes:
-            process.frozen = hangs
+        self.network.machines[who].freeze(hangs)
         self.scheduler.wait(seconds)
 
     @rule(who=st.integers(1, MACHINES - 1), off=st.booleans(), seconds=st.sampled_from([0.0, 4.0, 11.0]))
@@ -272,8 +266,7 @@ class Rings(Simulation):
         """All train together in the end, with the same weights."""
         for who, machine in enumerate(self.network.machines):
             machine.cut_off = False
-            for process in machine.processes:
-                process.frozen = False
+            machine.freeze(False)
             self.restart(who)
         begin = [(machine, machine.made) for machine in self.network.machines]
 

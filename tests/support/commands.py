@@ -1,4 +1,4 @@
-"""A `coterie` command in a process group of its own, whose output goes to a file."""
+"""Commands in processes of their own: until they end, or beside the test."""
 
 from __future__ import annotations
 
@@ -18,20 +18,37 @@ from coterie.runs.metrics import read_metrics
 from tests.support.process_table import tagged
 from tests.support.waiting import wait_until
 
+ROOT = Path(__file__).parents[2]
 PATIENCE = 120.0  # seconds; a machine may be busy
+
+
+def python(
+    *words: str | Path, folder: Path | None = None, typed: str | None = None, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """`python WORDS` in `folder`, with this repository on its path. `typed`: its input; `more`: of its environment."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **more}
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, env=env, input=typed, capture_output=True, text=True, timeout=300
+    )
+
+
+def coterie(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    """`coterie ARGS` from `folder`, as the installed command starts it: without that folder on Python's path (-P)."""
+    return python("-P", "-m", "coterie", *args, folder=folder)
 
 
 def run_example(name: str, folder: Path, *words: str, **more: str) -> str:
     """What a file of examples/ prints that runs in `folder` and exits with 0. `more`: of its environment."""
-    root = Path(__file__).parents[2]
-    command, env = [sys.executable, root / "examples" / name, *words], {**os.environ, "PYTHONPATH": str(root), **more}
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    done = python(ROOT / "examples" / name, *words, folder=folder, **more)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
 
 class Command:
-    """`out`: the folder of its run; the output goes to a file beside it. `tmp`: the one of its temporary files."""
+    """A `coterie` command in a process group of its own.
+
+    `out`: the folder of its run; the output goes to a file beside it. `tmp`: the one of its temporary files.
+    """
 
     def __init__(
         self, args: Sequence[str], out: Path, prefix: Sequence[str] = (), env: dict[str, str] | None = None

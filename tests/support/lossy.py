@@ -7,7 +7,7 @@ from coterie.acting.decoupled import Decoupled
 from coterie.acting.inline import Inline
 
 
-class _Loses:
+class LosingDecoupled(Decoupled):
     """Its third rollout never reaches the learner."""
 
     def rollouts(self, refresh):
@@ -22,23 +22,7 @@ class _Repeats:
             yield from [rollout] * (1 + (i == 2))
 
 
-class LosingInline(_Loses, Inline):
-    pass
-
-
-class LosingDecoupled(_Loses, Decoupled):
-    pass
-
-
-class LosingCentral(_Loses, Central):
-    pass
-
-
 class RepeatingInline(_Repeats, Inline):
-    pass
-
-
-class RepeatingDecoupled(_Repeats, Decoupled):
     pass
 
 

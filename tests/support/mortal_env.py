@@ -8,16 +8,9 @@ from coterie.envs.testing import CountingEnv
 
 
 class Mortal(CountingEnv):
-    """Its process dies in its 40th episode, but not in a replay."""
-
-    def step(self, action):
-        if self.episode == 39 and "REPLAYED" not in os.environ:
-            os._exit(3)
-        return super().step(action)
-
-
-class Stillborn(CountingEnv):
-    """The first that is reset in a process fails, and so does the one made in its place, but not in a replay."""
+    """The first that is reset in a process fails, and so does the one made in its place. In the 20th episode of any of
+    them its process dies. In a replay nothing of that happens.
+    """
 
     left = ("reset", "make", "")
 
@@ -29,7 +22,12 @@ class Stillborn(CountingEnv):
         self.fail("reset")
         return super().reset(**options)
 
+    def step(self, action):
+        if self.episode == 19 and "REPLAYED" not in os.environ:
+            os._exit(3)
+        return super().step(action)
+
     def fail(self, where):
         if self.left[0] == where and "REPLAYED" not in os.environ:
-            Stillborn.left = self.left[1:]
+            Mortal.left = self.left[1:]
             raise ValueError("not now")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,19 @@ def last_line(capsys) -> str:
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("coterie: ")
     return line
+
+
+def keep(variable: str, rows: list[dict[str, Any]], *keys: str) -> None:
+    """Add measured rows to the JSON file that this environment variable names, if it is set. They replace rows with the
+    same `keys`; without any all rows.
+    """
+    if name := os.environ.get(variable):
+        path = Path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        before = json.loads(path.read_text()) if path.exists() else []
+        new = [[row[key] for key in keys] for row in rows]
+        rows = [*(row for row in before if [row[key] for key in keys] not in new), *rows]
+        path.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def check_rows(out: Path) -> dict[str, Any]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -14,20 +12,19 @@ from grpc import StatusCode
 from torch import Tensor as Floats
 
 from coterie.acting.central import Central
-from coterie.acting.central_stream import CentralConfig
-from coterie.acting.recorder import local_fields, rollout_layout
+from coterie.acting.central_stream import EnvHostService
+from coterie.acting.recorder import rollout_layout
 from coterie.build.resources import resolve_config
-from coterie.parallel.board import Board
 from coterie.parallel.slots import Slots
-from coterie.parallel.stages import Stages
 from coterie.parallel.weights import Weights
-from coterie.remote.admission import FIRST_REMOTE_ID, EnvHostService
+from coterie.remote.admission import FIRST_REMOTE_ID
 from coterie.remote.rollout_service import VERSION, RolloutService
 from coterie.types import AgentOutput, Array, Inputs, Spec
 from coterie.wire.codec import Layout, Newest, layout_from, timestep_layout
 from coterie.wire.server import SERVICE, Server
 from coterie.wire.service import Limits
 from tests.conftest import VECTOR, make_config
+from tests.support.central import OneWeight, learner_setup, time_step
 from tests.support.waiting import wait_until
 from tests.support.wire import Raw, channel_to, data_frame, hello_frame
 
@@ -35,20 +32,12 @@ INFER, PUSH, PULL = "Infer", "PushRollouts", "PullParameters"
 UNROLL, WIDTH, SIZE, MOMENTS = 5, 2, 7, 3
 MOST = 1 << 17  # bytes of a message; more than any frame here has
 MOST_ENVS = 8
-CPU = torch.device("cpu")
 Rollout = dict[str, Array]
 
 
-def time_step(spec: Spec, envs: int = WIDTH, number: int = 0) -> Rollout:
+def shown(spec: Spec, envs: int = WIDTH, number: int = 0) -> Rollout:
     """What a host sends when no episode ends."""
-    s = spec.obs[""]
-    return {
-        "obs/": np.full((envs, *s.shape), number, s.dtype),
-        "reward": np.zeros(envs, np.float32),
-        **{name: np.zeros(envs, bool) for name in ("terminated", "truncated", "is_first")},
-        "episode_return": np.full(envs, np.nan),
-        "episode_length": np.full(envs, np.nan),
-    }
+    return time_step(np.full((envs, *spec.obs[""].shape), number, spec.obs[""].dtype))
 
 
 def recorded(spec: Spec, core: tuple[int, ...] = (), version: int = 0) -> Rollout:
@@ -96,22 +85,16 @@ class InferenceServices(Services):
 
     def __init__(self, address: str, spec: Spec = VECTOR, newest: bool = False) -> None:
         self.spec, self.newest = spec, newest
-        changes = {"acting": "central", "learners": 1, "actors": 0, "central.max_envs": MOST_ENVS}
-        config = resolve_config(make_config(**changes, **{"central.newest_frame": newest}))
-        settings = CentralConfig(spec, 0, 16, 1, 1, newest=newest, max_envs=MOST_ENVS)
-        model = SimpleNamespace(initial_state=lambda width: None)
+        options = {"actors": 0, "central.max_envs": MOST_ENVS, "central.newest_frame": newest}
 
-        def policy(model: Any, inputs: Inputs, state: Floats | None, ids: Floats) -> tuple[AgentOutput, None]:
+        def policy(model: Any, inputs: Inputs, state: Floats, *_: Any) -> tuple[AgentOutput, Floats]:
             rows = len(inputs.is_first)
             assert all(torch.isfinite(x).all() for x in (inputs.obs, inputs.prev_reward))
-            return AgentOutput(torch.full((rows,), 3), torch.zeros(rows), torch.zeros(rows)), None
+            return AgentOutput(torch.full((rows,), 3), torch.zeros(rows), torch.zeros(rows)), state
 
-        self.central = Central(
-            settings, [(model, lambda: None)] * 2, policy, partial(local_fields, spec, 16, device=CPU), Board(1), 0,
-            Stages(), CPU,
-        )  # fmt: skip
+        self.central = Central(learner_setup(policy, OneWeight(), options, spec))
         self.central.publish(0)
-        self.serve(address, {INFER: EnvHostService(config, spec, 0, self.central)})
+        self.serve(address, {INFER: EnvHostService(self.central)})
 
     def layout(self, envs: int) -> Layout:
         return timestep_layout(self.spec, envs, self.newest)
@@ -123,7 +106,7 @@ class InferenceServices(Services):
         """The first frames for `hello`'s stream."""
         layout = self.layout(envs)
         newest = Newest(layout)
-        return [data_frame(n, layout.pack(newest.split(time_step(self.spec, envs, n)))) for n in range(count)]
+        return [data_frame(n, layout.pack(newest.split(shown(self.spec, envs, n)))) for n in range(count)]
 
     def works(self) -> bool:
         """A good host is served. Without `Stream`, which would wait for as long as the server sends heartbeats."""

@@ -1,10 +1,11 @@
-"""What the tests of the wire share: an echo service, clients that break the protocol, broken frames."""
+"""What the tests of the wire share: an echo service, servers and clients that break the protocol, broken frames."""
 
 from __future__ import annotations
 
 import queue
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -102,6 +103,33 @@ def works(address: str, *, token: str = "", cert: str = "") -> bool:
             assert version == 7
         stream.close()
     return True
+
+
+@contextmanager
+def fake_server(
+    address: str, answer: Callable[[Iterator[bytes]], Iterable[bytes]]
+) -> Iterator[tuple[list[Any], list[bytes]]]:
+    """A server of one method that answers a client's frames with any. Gives the headers and frames that it was sent."""
+    headers, sent = list[Any](), list[bytes]()
+
+    def kept(frames: Iterator[bytes]) -> Iterator[bytes]:
+        for frame in frames:
+            sent.append(frame)
+            yield frame
+
+    def serve(frames: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        headers.extend(context.invocation_metadata())
+        yield from answer(kept(frames))
+
+    server = grpc.server(ThreadPoolExecutor(2))
+    methods = {"Infer": grpc.stream_stream_rpc_method_handler(serve)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
+    server.add_insecure_port(address)
+    server.start()
+    try:
+        yield headers, sent
+    finally:
+        server.stop(None).wait(WAIT_S)
 
 
 class Raw:

@@ -94,7 +94,7 @@ BACKEND = [
     ("never over", "game_over: False at each of 28 ends of episodes"),
     ("over", "game_over: True where neither terminated nor truncated is"),
     ("dtype", "observation: type float64, not float32: convert it"),
-    ("bounds", "observation '': values from "),
+    ("bounds", "observation: values from "),
     ("shared", "observation: the array changes after it was given; give a new one each time"),
     ("names", "env.id 'walks': the observations are ['x'], where the space has ['']"),
     ("shape", "env.id 'walks': observation has shape (4,), not (4, 1)"),

@@ -25,12 +25,11 @@ from coterie.wire.client import (
     open_channel,
 )
 from coterie.wire.codec import Frame, Layout, Refused, Tensor
-from coterie.wire.server import SERVICE
 from coterie.wire.service import Limits
 from tests.support.net import free_port
 from tests.support.proxy import Proxy
 from tests.support.waiting import wait_until
-from tests.support.wire import LAYOUT, TOKEN, WAIT_S, arrays, channel_to
+from tests.support.wire import LAYOUT, TOKEN, WAIT_S, arrays, channel_to, fake_server
 from tests.wire.conftest import Serve
 
 
@@ -167,20 +166,6 @@ def test_a_refusal_is_no_lost_connection(serve: Serve):
         stream.close()
 
 
-class BrokenServer:
-    """A server of one method that answers with these frames."""
-
-    def __init__(self, address: str, *frames: bytes) -> None:
-        def answer(questions: object, context: object) -> object:
-            yield from frames
-
-        self.server = grpc.server(ThreadPoolExecutor(2))
-        methods = {"Infer": grpc.stream_stream_rpc_method_handler(answer)}
-        self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
-        self.server.add_insecure_port(address)
-        self.server.start()
-
-
 def welcome(layout: Layout = LAYOUT) -> bytes:
     return Frame(welcome={"number": 1, "sends": layout.message()}).SerializeToString()
 
@@ -201,19 +186,12 @@ BROKEN_ANSWERS = {
 @pytest.mark.parametrize("case", BROKEN_ANSWERS)
 def test_a_server_that_breaks_the_protocol_is_refused(tmp_path: Path, case: str):
     frames, why = BROKEN_ANSWERS[case]
-    server, before = BrokenServer(f"unix:{tmp_path}/s", *frames), watchers()
-
-    def ask(channel: grpc.Channel) -> None:
-        with closing(connect(channel)) as stream:
+    address, before = f"unix:{tmp_path}/s", watchers()
+    error = RunEnded if case.startswith("over") else CoterieError
+    with fake_server(address, lambda asked: frames), channel_to(address) as channel:
+        with pytest.raises(error, match=why), closing(connect(channel)) as stream:
             stream.receive()
-
-    try:
-        with channel_to(f"unix:{tmp_path}/s") as channel:
-            with pytest.raises(RunEnded if case.startswith("over") else CoterieError, match=why):
-                ask(channel)
-            wait_until(lambda: watchers() <= before)
-    finally:
-        server.server.stop(None).wait(WAIT_S)
+        wait_until(lambda: watchers() <= before)
 
 
 def test_waits_between_attempts_grow_and_differ():

@@ -18,13 +18,14 @@ import pytest
 from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 
 from coterie import presets
+from coterie.acting.central_stream import EnvHostService
 from coterie.build.resources import resolve_config
-from coterie.remote.admission import FIRST_REMOTE_ID, EnvHostService, SettingsRequest
+from coterie.remote.admission import FIRST_REMOTE_ID
 from coterie.roles.learner_process import LearnerProcess
 from coterie.wire.auth import read_token
 from coterie.wire.keys import make_keys
 from coterie.wire.server import Server, server_credentials
-from coterie.wire.service import Limits
+from coterie.wire.service import Limits, ServiceStream
 from tests.support.net import free_port, free_ports
 from tests.support.waiting import wait_until
 
@@ -83,9 +84,8 @@ def started(command):
 def learning(address, **access):
     """A learner of central acting without local hosts, and its server, which sends heartbeats often."""
     changes = {"log.stall": 20.0, "algo.unroll_length": UNROLL, "central.batch_size": ENVS}
-    learner = LearnerProcess(config := resolve_config(presets.make("seed-vtrace", "CartPole-v1", **changes)))
-    service = EnvHostService(config, learner.spec, 0, learner.acting)
-    server = Server(address, {"Infer": service}, limits=Limits(heartbeat_s=0.02), **access)
+    learner = LearnerProcess(resolve_config(presets.make("seed-vtrace", "CartPole-v1", **changes)))
+    server = Server(address, {"Infer": EnvHostService(learner.acting)}, limits=Limits(heartbeat_s=0.02), **access)
     try:
         yield learner, server
     finally:
@@ -163,7 +163,7 @@ def test_a_foreign_client_finds_its_learner_and_makes_rollouts_until_the_end(cli
     port = free_ports(2)
     first, second = (f"127.0.0.1:{port + i}" if tls else f"unix:{tmp_path}/s" + ".1" * i for i in range(2))
     welcome = {"number": 5, "learners": 2, "settings": "{}"}
-    other = Server(first, {"Infer": lambda hello: SettingsRequest(welcome)}, **access)
+    other = Server(first, {"Infer": lambda hello: ServiceStream(welcome)}, **access)
     try:
         with learning(second, **access) as (learner, server), started([*client, first, *arguments]) as process:
             wait_until(lambda: learner.acting.envs == ENVS or process.poll() is not None, what="it connects")
@@ -185,7 +185,7 @@ def test_a_refused_foreign_client_prints_the_reason(client, tmp_path, keys):
     access, (_, _, *cert) = keys
     (tmp_path / "other").write_text("another token than the run's")
     address = f"127.0.0.1:{free_port()}"
-    server = Server(address, {"Infer": lambda hello: SettingsRequest({})}, **access)
+    server = Server(address, {"Infer": lambda hello: ServiceStream({})}, **access)
     try:
         with started([*client, address, "--token", str(tmp_path / "other"), *cert]) as process:
             out, err = process.communicate(timeout=WAIT_S)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,18 @@ from coterie.wire.service import Limits
 from coterie.wire.tokens import KINDS, SCOPES, known_token, own_token, proof, scoped
 from tests.support.net import free_port
 from tests.support.waiting import wait_until
-from tests.support.wire import LAYOUT, TOKEN, WAIT_S, EchoService, Raw, arrays, channel_to, hello_frame, works
+from tests.support.wire import (
+    LAYOUT,
+    TOKEN,
+    WAIT_S,
+    EchoService,
+    Raw,
+    arrays,
+    channel_to,
+    fake_server,
+    hello_frame,
+    works,
+)
 from tests.wire.conftest import Serve
 
 SECRET, NONCE = scoped(TOKEN, "envs"), b"c" * 32
@@ -117,25 +127,6 @@ def test_messages_of_unknown_clients_are_read_a_few_at_a_time(serve: Serve):
     assert works(served.address, token=TOKEN)
 
 
-class FalseServer:
-    """It does not know the token, and records all that a client sends."""
-
-    def __init__(self, address: str, answer: dict[str, Any]) -> None:
-        self.headers, self.frames = list[Any](), list[bytes]()
-
-        def serve(frames: Any, context: Any) -> Any:
-            self.headers += context.invocation_metadata()
-            for frame in frames:
-                self.frames.append(frame)
-                yield Frame(**answer).SerializeToString()
-
-        self.server = grpc.server(ThreadPoolExecutor(2))
-        methods = {"Infer": grpc.stream_stream_rpc_method_handler(serve)}
-        self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
-        self.server.add_insecure_port(address)
-        self.server.start()
-
-
 @pytest.mark.parametrize(
     "answer",
     [
@@ -146,14 +137,15 @@ class FalseServer:
     ids=["wrong", "none", "welcome"],
 )
 def test_a_client_sends_nothing_to_a_server_that_does_not_know_the_token(tmp_path: Path, answer: dict[str, Any]):
-    false = FalseServer(f"unix:{tmp_path}/s", answer)
-    try:
-        with channel_to(f"unix:{tmp_path}/s") as channel, pytest.raises(CoterieError, match="does not know the token"):
-            Stream(channel, "Infer", {"envs": 1}, LAYOUT, token=TOKEN, silence=WAIT_S)
-    finally:
-        false.server.stop(None).wait(WAIT_S)
-    assert [Frame.FromString(frame).WhichOneof("kind") for frame in false.frames] == ["hello"]
-    sent = repr(false.headers).encode() + b"".join(false.frames)
+    address, frame = f"unix:{tmp_path}/s", Frame(**answer).SerializeToString()
+    with (
+        fake_server(address, lambda asked: (frame for _ in asked)) as (headers, frames),
+        channel_to(address) as channel,
+        pytest.raises(CoterieError, match="does not know the token"),
+    ):
+        Stream(channel, "Infer", {"envs": 1}, LAYOUT, token=TOKEN, silence=WAIT_S)
+    assert [Frame.FromString(frame).WhichOneof("kind") for frame in frames] == ["hello"]
+    sent = repr(headers).encode() + b"".join(frames)
     assert TOKEN.encode() not in sent
     assert SECRET.encode() not in sent
 

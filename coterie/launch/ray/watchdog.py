@@ -6,20 +6,19 @@ for a checkpoint, then it is killed.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 import threading
 
+from coterie.parallel.signals import STOP, stop_with_parent
+
 GRACE_S = 60.0
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)  # before the fork
 
 
 def main(command: list[str]) -> int:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # only its input ends it
+    for number in STOP:  # only its input ends it
         signal.signal(number, signal.SIG_IGN)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_default_signals)
 
@@ -39,9 +38,8 @@ def main(command: list[str]) -> int:
 
 def _default_signals() -> None:
     """For the command, between fork and exec: it gets SIGTERM when the watchdog is killed, on Linux."""
-    if hasattr(_LIBC, "prctl"):
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    stop_with_parent()
+    for number in STOP:
         signal.signal(number, signal.SIG_DFL)
 
 

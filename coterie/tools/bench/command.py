@@ -78,7 +78,6 @@ def bench(asked: Config, seconds: float) -> dict[str, Any]:
         "core_us_per_call": {k: 1e6 * v for k, v in middle.items() if k.startswith(tuple(_CALLS))},
         "stages": {k: round(v, 3) for k, v in stages.items()},
         "exchange_share": (stages.get("exchange", 0.0) + pulled) / max(sum(stages.values()), 1e-9),
-        "gauges": found[0]["gauges"],
         "bottleneck": max(parts, key=lambda k: parts[k]),
         "rounds": {k: v.tolist() for k, v in rounds.items()},
     }
@@ -146,7 +145,6 @@ def _measure(learner: LearnerProcess, seconds: float) -> dict[str, Any]:
         "rounds": rounds,
         "turn": turn,
         "stages": dict(stages),
-        "gauges": learner.gauges(),
         "action_repeat": learner.spec.action_repeat,
     }
 

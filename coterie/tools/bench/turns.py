@@ -8,13 +8,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle
+from typing import cast
 
 import psutil
 import torch
 from numpy.random import default_rng
 
+from coterie.acting.base import Acting
 from coterie.acting.table import acting_kind
-from coterie.algorithms.base import AnyBatch, autocast
+from coterie.algorithms.base import AnyBatch
 from coterie.build.factory import policy_of
 from coterie.envs.make import make_envs
 from coterie.envs.spaces import random_actions
@@ -22,7 +24,7 @@ from coterie.envs.tasks import envs_per_child
 from coterie.exchange.table import exchange_kind
 from coterie.learner import Gradients
 from coterie.learner import learn as train
-from coterie.parallel.threads import Team
+from coterie.parallel.threads import ALONE
 from coterie.roles.learner_process import LearnerProcess
 from coterie.types import Inputs, Rollout, map_obs
 
@@ -101,7 +103,6 @@ class Training:
         self.learner = learner
         self.last: Rollout | None = None
         self.source = learner.acting.rollouts(self._refresh)
-        self.news = learner.acting.news
         self.now = Turn(0.0)
 
     def rest(self) -> int:
@@ -128,7 +129,8 @@ class Training:
         self.now = Turn(seconds, max(self.now.ahead, lead), self.burst)
         if learn:
             learner.exchange.agree(False, False)
-            train(replace(learner.parts, acting=self, observers=[]), self._over)
+            # All that it asks of its acting are rollouts; `source` publishes before each.
+            train(replace(learner.parts, acting=cast(Acting, self), observers=[]), self._over)
         else:
             while not self.now.over:
                 self.last = next(self.source)
@@ -140,15 +142,6 @@ class Training:
     def _over(self, rollout: Rollout) -> bool:
         self.now.count(int(rollout.mask.sum()))
         return self.learner.exchange.agree(False, self.now.over)[1]
-
-    def publish(self, version: int) -> None:
-        """`source` publishes before each rollout."""
-
-    def counts(self) -> dict[str, int]:
-        return {}
-
-    def gauges(self) -> dict[str, float]:
-        return {}
 
     def rollouts(self, refresh: Callable[[], None]) -> Iterator[Rollout]:
         for rollout in self.source:
@@ -171,8 +164,7 @@ class Parts:
         self.inputs = Inputs(map_obs(lambda x: x[0, columns], rollout.obs), *(x[0, columns] for x in fields))
         self.ids, self.rng = torch.arange(self.width, device=self.device), torch.Generator(self.device)
         self.state = learner.model.initial_state(self.width)
-        compute = autocast(self.device, learner.resources.dtype)
-        self.alone = Gradients(learner.model, learner.params, Team(1), compute, learner.resources.record)
+        self.alone = Gradients(learner.model, learner.params, replace(learner.resources, team=ALONE))
         self.policy = policy_of(learner.algorithm, learner.resources.record_acting)
         self.batch: AnyBatch | None = None  # the last
         self.warmed = set[str]()  # what has been recorded, where it is, and has run some times

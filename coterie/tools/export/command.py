@@ -10,12 +10,12 @@ from shlex import quote
 
 from coterie.build.evaluate import load
 from coterie.extras import missing
+from coterie.runs.files import save
 from coterie.runs.trust import open_run
 from coterie.tools.export.check import TOLERANCE, check
 from coterie.tools.export.describe import describe
 from coterie.tools.export.graph import Graph, to_onnx
 from coterie.tools.export.web import page, playable
-from coterie.tools.report.command import save
 
 _NEEDS = ("onnx", "onnxruntime", "onnxscript")
 
@@ -35,7 +35,7 @@ def export(options: Namespace) -> int:
     about = json.dumps(describe(policy, graph, checked, options.learner), indent=1) + "\n"
     folder = Path(options.out) if options.out else Path(options.run) / "export"
     for name, data in {**static, "policy.json": about.encode(), "policy.onnx": onnx}.items():
-        save(folder / name, data)
+        save(folder / name, data, "--out")
     inputs, outputs = (", ".join(port.name for port in ports) for ports in (graph.inputs, graph.outputs))
     print(f"{folder / 'policy.onnx'}: {inputs} -> {outputs}, {len(onnx):,} bytes")
     difference = f"differs from PyTorch by at most {checked.largest:.1e} ({TOLERANCE:.0e} is allowed)"

@@ -43,7 +43,7 @@ class SimActing(ABC):
     def learn(self) -> Process:
         """The learner's thread, which runs before the producers'."""
 
-    def start(self, place: Place) -> None:  # noqa: B027 (inline acting has no producers)
+    def start(self, place: Place) -> None:
         """Start a producer."""
 
     def take(self, count: int) -> Process:

@@ -48,8 +48,7 @@ def plan(config: Config, asked: argparse.Namespace) -> int:
     if hardware.gpus and services.accelerator is None:
         raise ConfigError("--gpus: the services have no accelerator: measure them where there is one")
     if path is not None:
-        with writing(path, "--save-services: "):
-            save(services, path)
+        save(services, path)
     here, c = provenance(config), services.costs
     if other := [f"{k} {v}" for k, v in services.about.items() if v != here.get(k, v)]:
         print("coterie: the services were measured with other settings:", ", ".join(other), file=sys.stderr)

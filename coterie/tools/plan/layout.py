@@ -46,18 +46,18 @@ class RunLayout:
     exchange: str
     config: Config  # the settings of its acting and exchange, for their simulations
     hardware: Hardware
-    learners: int
-    producers: int  # actors or env hosts of each learner; inline: 0
-    width: int  # envs of a producer; inline: of a learner
-    groups: int
-    env_threads: int  # of each group
-    act_threads: int  # inline: that act side by side
-    train_threads: int
     unroll: int
-    batch: int  # rollouts of one env that are trained on together
-    steps: float  # optimizer steps for each batch
-    samples: float  # of each
-    chunk: int  # samples of one part at most; 0: any
+    samples: float  # of each optimizer step
+    learners: int = 1
+    producers: int = 0  # actors or env hosts of each learner; inline: 0
+    width: int = 1  # envs of a producer; inline: of a learner
+    groups: int = 1
+    env_threads: int = 1  # of each group
+    act_threads: int = 1  # inline: that act side by side
+    train_threads: int = 1
+    batch: int = 1  # rollouts of one env that are trained on together
+    steps: float = 1.0  # optimizer steps for each batch
+    chunk: int = 0  # samples of one part at most; 0: any
     batches: int = 1  # that there is memory for
     lockstep: bool = False
     frame_share: float = 1.0  # of an observation's bytes: one frame of each stack

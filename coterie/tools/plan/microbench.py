@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from coterie.build.factory import ProcessContext, make_exchange, normalizers
+from coterie.build.factory import ProcessContext, exchange_setup, normalizers
 from coterie.config import ResolvedConfig
 from coterie.envs.make import make_envs
 from coterie.envs.spaces import random_actions
+from coterie.exchange.table import exchange_kind
 from coterie.roles.learner_process import LearnerProcess
 from coterie.tools.bench.turns import Training
 from coterie.types import Post, Spec
@@ -100,7 +101,9 @@ def _turn(loop: Training, seconds: float) -> Turn:
 def _exchange(learner: LearnerProcess, kind: str, links: ProcessContext, sync: Callable[[], None]) -> list[float]:
     """Seconds of some learner steps' agreement and update, while the other processes make as many."""
     config = replace(learner.config, exchange=kind, learners=links.learners)
-    exchange = make_exchange(config, learner.params, normalizers(config, learner.model), links)
+    exchange = exchange_kind(config).connect(
+        exchange_setup(config, learner.params, normalizers(config, learner.model), links)
+    )
     took = list[float]()
     with exchange:
         sync()

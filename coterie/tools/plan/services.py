@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.exchange.table import EXCHANGES
-from coterie.runs.files import write_whole
+from coterie.runs import files
 from coterie.types import ConfigError, reason_of
 
 _MOST = 1e12  # of any number: with larger ones a simulated run may not end
@@ -67,7 +67,7 @@ class Services:
 
 
 def save(services: Services, path: Path) -> None:
-    write_whole(path, json.dumps(asdict(services), indent=1) + "\n")
+    files.save(path, json.dumps(asdict(services), indent=1) + "\n", "--save-services")
 
 
 def load(path: Path) -> Services:

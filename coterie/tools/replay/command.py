@@ -23,7 +23,7 @@ from coterie.roles.learner_process import LearnerProcess
 from coterie.roles.life import digest_of_state
 from coterie.runs import checkpoint
 from coterie.runs.config_io import read_options, replace
-from coterie.runs.files import writing
+from coterie.runs.files import save
 from coterie.runs.trust import open_run
 from coterie.runs.validate import validate
 from coterie.tools.replay.asked import Asked, Together, no_step
@@ -104,8 +104,7 @@ def replay_run(folder: Path, asked: Config, what: Asked, say: Callable[[str], No
 
 
 def _export(path: Path, moment: Moment) -> None:
-    with writing(path, "--out: "):
-        moment.save(path)
+    save(path, moment.data(), "--out")
     print(f"{path}: the batch, the gradient and the weights of learner step {moment.step}")
 
 

@@ -213,7 +213,7 @@ def as_recorded(config: ResolvedConfig, header: dict[str, Any]) -> ResolvedConfi
     sections = {name: copy(getattr(config, name)) for name in EDITABLE}
     sections["optim"] = replace(config.optim, chunk=header["chunk"])
     names = ["steps", "torch_threads", "precision", "device"]
-    names += ["init_from"] * ("init_from" in header)  # records of earlier versions do not name the checkpoint
+    names += ["init_from"] * ("init_from" in header)  # a later life begins with a checkpoint of the run
     if not acting_kind(config).apart:  # it steps its envs itself, and each group has random numbers of its own
         sections["env"] = replace(config.env, groups=header["groups"])
     return replace(config, **sections, **{name: header[name] for name in names})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pdb
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save
@@ -14,7 +13,6 @@ from torch import Tensor
 from coterie.algorithms.base import AnyAlgorithm, AnyBatch
 from coterie.learner import Observer
 from coterie.roles.learner_process import LearnerProcess
-from coterie.runs.files import write_whole
 
 
 @dataclass(frozen=True)
@@ -35,12 +33,11 @@ class Moment:
         params = self.learner.params
         return {name: params.grad[at] for name, at in params.slices.items()}
 
-    def save(self, path: Path) -> None:
-        """Write all tensors: weights/NAME, gradient/NAME, batch/FIELD."""
+    def data(self) -> bytes:
+        """All tensors as a file of safetensors: weights/NAME, gradient/NAME, batch/FIELD."""
         groups = {"weights": self.weights, "gradient": self.gradient, "batch": dict(_tensors("", self.batch))}
         found = {f"{group}/{name}": x for group, each in groups.items() for name, x in each.items()}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, save({name: x.detach().cpu().clone().contiguous() for name, x in found.items()}))
+        return save({name: x.detach().cpu().clone().contiguous() for name, x in found.items()})
 
 
 class Hold(Observer):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from coterie.runs.files import write_whole
+from coterie.runs.files import save
 from coterie.tools.report.dashboard import serve
 from coterie.tools.report.page import of_runs
 from coterie.tools.report.runs import find_runs
-from coterie.types import ConfigError, CoterieError, reason_of
+from coterie.types import ConfigError
 
 
 def report(options: Namespace) -> int:
@@ -22,7 +22,8 @@ def report(options: Namespace) -> int:
         from coterie.tools.watch import watch
 
         watch(run.folder, trust=options.trust)
-    print(save(Path(options.out) if options.out else run.folder / "report.html", of_runs(runs, run.title).html()))
+    out = Path(options.out) if options.out else run.folder / "report.html"
+    print(save(out, of_runs(runs, run.title).html(), "--out"))
     return 0
 
 
@@ -31,7 +32,7 @@ def compare(options: Namespace) -> int:
     runs = find_runs(options.runs)
     if len(runs) < 2:
         raise ConfigError(f"compare: give two runs or more ({options.runs[0]} is one); `coterie report` is for one")
-    print(save(Path(options.out), of_runs(runs, "Comparison of runs").html()))
+    print(save(Path(options.out), of_runs(runs, "Comparison of runs").html(), "--out"))
     return 0
 
 
@@ -41,13 +42,3 @@ def dashboard(options: Namespace) -> int:
         raise ConfigError(f"--port: {options.port} is not from 0 to 65535")
     serve(options.run, options.port)
     return 0
-
-
-def save(path: Path, data: str | bytes) -> Path:
-    """Write the file of `--out`, atomically. Raises `CoterieError` with the reason."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, data, durable=False)
-    except OSError as error:
-        raise CoterieError(f"--out: cannot write {path}: {reason_of(error)}") from None
-    return path

@@ -19,9 +19,9 @@ import psutil
 
 from coterie.parallel.processes import location
 from coterie.parallel.signals import on_signals
-from coterie.runs.files import was_killed
+from coterie.runs.files import read_json, was_killed
 from coterie.tools.report.page import Page, Section, of_runs
-from coterie.tools.report.runs import read_json, read_run
+from coterie.tools.report.runs import read_run
 from coterie.tools.report.tables import Table
 from coterie.types import ConfigError, one_line, reason_of
 
@@ -68,7 +68,7 @@ def _written(path: Path) -> int:
 
 def _processes(folder: Path) -> list[Table]:
     """The processes in the run's last report, and whether their pids exist; none of a run that has ended."""
-    report = read_json(folder / "processes.json")
+    report = read_json(folder / "processes.json", dict)
     if not report or (folder / "summary.json").exists():
         return []
     here = report.get("where", location()) == location()  # the pids are not another machine's

@@ -11,9 +11,10 @@ from coterie import presets
 from coterie.extras import needs
 from coterie.presets.common import flat
 from coterie.runs.config_io import to_dict
+from coterie.runs.files import read_json
 from coterie.tools.report import sections
 from coterie.tools.report.charts import Chart
-from coterie.tools.report.runs import RecordedRun, methods, read_json
+from coterie.tools.report.runs import RecordedRun, methods
 from coterie.tools.report.tables import Table, changes, checklist, outcomes, settings
 from coterie.types import ConfigError, Spec
 
@@ -73,7 +74,7 @@ def _changes(run: RecordedRun) -> Table | None:
     if run.preset not in presets.PRESETS:
         return None
     try:
-        spec = Spec.from_json(read_json(run.folder / "spec.json"))
+        spec = Spec.from_json(read_json(run.folder / "spec.json", dict) or {})
         recorded = json.dumps(to_dict(presets.make(run.preset, run.env, spec)))  # as the run's own: with lists
         return changes(run, flat(json.loads(recorded)))
     except (ConfigError, KeyError, ValueError, TypeError):  # an older or damaged spec.json

@@ -15,7 +15,7 @@ import numpy as np
 
 from coterie.envs.tasks import tasks
 from coterie.presets.common import flat
-from coterie.runs.files import was_killed
+from coterie.runs.files import read_json, was_killed
 from coterie.runs.metrics import read_metrics
 from coterie.types import Array, ConfigError
 
@@ -83,15 +83,7 @@ def read_run(folder: str | Path) -> RecordedRun:
         config = flat(json.loads((folder / "config.json").read_text()))
     except (OSError, ValueError, AttributeError):  # the last: it holds no object
         raise ConfigError(f"{folder}: not a run folder (no readable config.json)") from None
-    return RecordedRun(folder, config, read_metrics(folder), *(read_json(folder / name) for name in _MORE))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file, empty if it cannot be read."""
-    try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
-        return {}
+    return RecordedRun(folder, config, read_metrics(folder), *(read_json(folder / name, dict) or {} for name in _MORE))
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from datetime import timedelta
 from pathlib import Path
 
 from coterie.choices import unknown
+from coterie.runs.files import save
 from coterie.tools.report.charts import HEAD
-from coterie.tools.report.command import save
 from coterie.tools.report.page import Page, Section
 from coterie.tools.report.runs import Method
 from coterie.tools.report.tables import Table, checklist, outcomes
@@ -143,7 +143,7 @@ def _write(order: Order, results: Sequence[Result], missing: Sequence[str]) -> l
     texts |= {f"{i}.svg": chart.svg for i, chart in enumerate(drawn.charts, 1)}
     for old in folder.glob("*.svg"):
         old.unlink()
-    return [save(folder / name, text) for name, text in texts.items()]
+    return [save(folder / name, text, "--out") for name, text in texts.items()]
 
 
 def _csv(drawn: Drawing) -> str:

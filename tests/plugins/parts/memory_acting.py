@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import coterie
+from coterie.acting import base
 from coterie.acting.base import ActingKind, core_shape, group_policy
 from coterie.acting.child_processes import apart_refusals
 from coterie.acting.inline import Inline
@@ -19,7 +20,7 @@ from coterie.types import CoterieError, TimeStep
 POLL_S = 1e-4
 
 
-class Memory:
+class Memory(base.Memory):
     """One row for each child: its time step and actions, and how many of either were written."""
 
     def __init__(self, setup):
@@ -48,12 +49,6 @@ class Memory:
         arrays = {k: x[child].copy() for k, x in self.shared.arrays.items() if k not in ("shown", "answered", "action")}
         obs = {k.removeprefix("obs/"): arrays.pop(k) for k in list(arrays) if k.startswith("obs/")}
         return TimeStep(obs=obs[""] if list(obs) == [""] else obs, **arrays)
-
-    def abandon(self, child):
-        pass
-
-    def delivered(self, child):
-        return 0
 
     def close(self):
         self.shared.close()

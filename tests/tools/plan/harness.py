@@ -30,12 +30,8 @@ def layout(
 ) -> RunLayout:
     """One env on one core, unrolls of 4; `changes` are of `RunLayout`, or settings of the acting or the exchange."""
     settings = {name: changes.pop(name) for name in list(changes) if "." in name}
-    own: dict[str, Any] = {
-        "learners": 1, "producers": 0 if acting == "inline" else 1, "width": 1, "groups": 1, "env_threads": 1,
-        "act_threads": 1, "train_threads": 1, "unroll": 4, "batch": 1, "steps": 1.0, "samples": 4.0, "chunk": 0,
-        "batches": 1 if acting == "inline" else 3, "config": config_io.replace(Config(), SETTINGS | settings),
-    }  # fmt: skip
-    found = RunLayout(acting=acting, exchange=exchange, hardware=hardware or Hardware(), **own | changes)
-    if "samples" not in changes:
-        found = replace(found, samples=float(found.batch * found.unroll))
-    return found
+    own: dict[str, Any] = {"unroll": 4, "config": config_io.replace(Config(), SETTINGS | settings)}
+    own |= {} if acting == "inline" else {"producers": 1, "batches": 3}
+    own |= changes
+    own.setdefault("samples", float(own.get("batch", 1) * own["unroll"]))
+    return RunLayout(acting=acting, exchange=exchange, hardware=hardware or Hardware(), **own)

@@ -26,11 +26,9 @@ REFUSED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("asked") / "run"
-    run(folder, algorithm="a2c")
-    return folder
+@pytest.fixture
+def folder(recorded):
+    return recorded("a2c")
 
 
 @pytest.mark.parametrize(("options", "says"), REFUSED)

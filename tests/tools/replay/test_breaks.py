@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -75,9 +76,8 @@ def test_a_learner_without_a_rollout_keeps_no_other_waiting(tmp_path):
 
 
 @pytest.mark.parametrize(("layout", "kind", "what"), [("impala", "rollout", "actor"), ("seed", "open", "env host")])
-def test_a_replay_ends_where_a_remote_client_comes_in(tmp_path, layout, kind, what, capsys):
-    run(tmp_path / "run", **LAYOUTS[layout])
-    events = 0
+def test_a_replay_ends_where_a_remote_client_comes_in(tmp_path, recorded, layout, kind, what, capsys):
+    folder, events = shutil.copytree(recorded(layout), tmp_path / "run"), 0
 
     def edit(event):
         nonlocal events
@@ -87,10 +87,10 @@ def test_a_replay_ends_where_a_remote_client_comes_in(tmp_path, layout, kind, wh
         elif event[0] == "open" and event[1] == max(serials):
             event[4] = -1  # no life of a host of this run
 
-    (life,) = lives(tmp_path / "run", 0)
+    (life,) = lives(folder, 0)
     serials = [event[0] for event in life.of("open")]
-    edited(tmp_path / "run", edit)
-    assert main(["replay", str(tmp_path / "run")]) == 0
+    edited(folder, edit)
+    assert main(["replay", str(folder)]) == 0
     ends = rf"up to learner step \d+: .+; no further: the next .+ a remote {what}.+ no record\n"
     assert re.search(ends, capsys.readouterr().out)
 
@@ -179,8 +179,6 @@ def test_learners_with_a_core_each_are_replayed_by_a_process_with_more(tmp_path)
     assert_equal(results)
 
 
-@pytest.mark.parametrize("layout", ["a2c, gossip", "impala, gossip"])
-def test_learners_that_step_apart_do_not_switch_at_a_learner_step(tmp_path, layout):
-    run(tmp_path / "run", **LAYOUTS[layout])
+def test_learners_that_step_apart_do_not_switch_at_a_learner_step(recorded):
     with pytest.raises(ConfigError, match="--edit: with --from STEP it needs one learner"):
-        replayed(tmp_path / "run", "5", None, {"algo.entropy_coef": 0.0})
+        replayed(recorded("a2c, gossip"), "5", None, {"algo.entropy_coef": 0.0})

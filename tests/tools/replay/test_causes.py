@@ -72,15 +72,15 @@ def test_a_difference_of_the_weights_names_the_step_and_the_tensor(tmp_path, mon
     assert said[0].endswith("recorded, another one here")
 
 
-def test_a_policy_that_acts_otherwise_is_not_taken_for_an_env(tmp_path):
-    run(tmp_path / "run", **LAYOUTS["impala"])
+def test_a_policy_that_acts_otherwise_is_not_taken_for_an_env(tmp_path, recorded):
+    folder = shutil.copytree(recorded("impala"), tmp_path / "run")
 
     def edit(event):
         if event[:2] == ["rollout", 4]:
             event[5] += 1
 
-    edited(tmp_path / "run", edit)
-    (result,) = replayed(tmp_path / "run")
+    edited(folder, edit)
+    (result,) = replayed(folder)
     assert "rollout 4, before learner step 5: from equal weights the policy's first actions differ" in result.difference
 
 

@@ -8,7 +8,7 @@ from coterie.flight.record import read_life
 from coterie.roles.callbacks import Callback
 from tests.tools.replay.test_replay import LAYOUTS, assert_equal, replayed, run
 
-ENV = {"env.id": "tests.support.mortal_env:Mortal", "env.threads": 1}
+ENV = {"env.id": "tests.support.mortal_env:Mortal", "env.threads": 1, "env.on_error": "replace"}
 
 
 class Longer(Callback):
@@ -24,27 +24,15 @@ def events(folder, kind):
 
 
 @pytest.mark.parametrize("layout", ["a2c", "impala", "seed"])
-def test_envs_that_died_are_replaced_again(tmp_path, monkeypatch, layout):
-    summary = run(tmp_path / "run", **LAYOUTS[layout], **ENV)
-    assert sum(len(ids) for _, _, ids in events(tmp_path / "run", "replaced")) == summary["envs_replaced"] > 0
+def test_envs_that_failed_and_died_are_replaced_again_and_attributes_are_set_again(tmp_path, monkeypatch, layout):
+    """Some failed at the first reset, and some of those in their place as they were made."""
+    folder = tmp_path / "run"
+    summary = run(folder, [Longer], **LAYOUTS[layout], **ENV)
+    replaced = events(folder, "replaced")
+    assert sum(len(ids) for _, _, ids in replaced) == summary["envs_replaced"]
+    answers = {answers for _, answers, _ in replaced}
+    assert {1, 2} <= answers
+    assert max(answers) > 19  # those that died
+    assert events(folder, "set")
     monkeypatch.setenv("REPLAYED", "1")
-    assert_equal(replayed(tmp_path / "run"))
-
-
-@pytest.mark.parametrize("layout", ["a2c", "impala", "seed"])
-def test_envs_that_failed_as_they_were_made_are_replaced_again(tmp_path, monkeypatch, layout):
-    """Some at the first reset, and some of those in their place as they were made."""
-    failing = {"env.id": "tests.support.mortal_env:Stillborn", "env.threads": 1, "env.on_error": "replace"}
-    run(tmp_path / "run", **LAYOUTS[layout], **failing)
-    found = [answers for _, answers, _ in events(tmp_path / "run", "replaced")]
-    assert {1, 2} <= set(found)
-    monkeypatch.setenv("REPLAYED", "1")
-    assert_equal(replayed(tmp_path / "run"))
-
-
-@pytest.mark.parametrize("layout", ["a2c", "impala", "seed"])
-def test_attributes_are_set_again(tmp_path, monkeypatch, layout):
-    monkeypatch.setenv("REPLAYED", "1")
-    run(tmp_path / "run", [Longer], **LAYOUTS[layout], **ENV)
-    assert events(tmp_path / "run", "set")
-    assert_equal(replayed(tmp_path / "run"))
+    assert_equal(replayed(folder))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import shutil
 from typing import Any
 
 import pytest
@@ -61,9 +62,8 @@ def assert_equal(results, until=False):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_replay_comes_to_the_same_weights(tmp_path, layout):
-    run(tmp_path / "run", **LAYOUTS[layout])
-    results = replayed(tmp_path / "run")
+def test_a_replay_comes_to_the_same_weights(recorded, layout):
+    results = replayed(recorded(layout))
     assert len(results) == LAYOUTS[layout].get("learners", 1)
     assert_equal(results)
 
@@ -102,26 +102,26 @@ def edited(folder, edit=lambda event: None, **header):
 
 @pytest.mark.parametrize("exchange", ["hogwild", "store"])
 def test_shared_weights_have_no_replay(tmp_path, exchange, capsys):
-    run(tmp_path / "run", algorithm="a2c", exchange=exchange, **TWO)
+    run(tmp_path / "run", algorithm="a2c", exchange=exchange, steps=64, **TWO)
     assert main(["replay", str(tmp_path / "run")]) == 2
     line = f"coterie: exchange: {exchange} cannot be replayed: the order of writes to shared weights is not recorded\n"
     assert capsys.readouterr().err == line
 
 
-def test_the_command_says_what_is_equal(tmp_path, capsys):
-    run(tmp_path / "run", algorithm="a2c")
-    assert main(["replay", str(tmp_path / "run")]) == 0
+def test_the_command_says_what_is_equal(tmp_path, recorded, capsys):
+    folder = shutil.copytree(recorded("a2c"), tmp_path / "run")
+    assert main(["replay", str(folder)]) == 0
     said = "learner 0, life 0, up to learner step 49: 49 rollouts and 49 digests of weights are equal, mean return "
     assert said in capsys.readouterr().out
-    edited(tmp_path / "run", lambda event: event.append(0) if event[0] == "weights" else None)
-    assert main(["replay", str(tmp_path / "run"), "--until-differs"]) == 1
+    edited(folder, lambda event: event.append(0) if event[0] == "weights" else None)
+    assert main(["replay", str(folder), "--until-differs"]) == 1
     assert "learner 0, life 0 differs: learner steps 1 to 1: " in capsys.readouterr().out
 
 
-def test_a_run_on_a_gpu_is_refused_unless_it_was_deterministic(tmp_path, capsys):
-    run(tmp_path / "run", algorithm="a2c")
-    edited(tmp_path / "run", device="cuda")
-    assert main(["replay", str(tmp_path / "run")]) == 2
+def test_a_run_on_a_gpu_is_refused_unless_it_was_deterministic(tmp_path, recorded, capsys):
+    folder = shutil.copytree(recorded("a2c"), tmp_path / "run")
+    edited(folder, device="cuda")
+    assert main(["replay", str(folder)]) == 2
     line = "coterie: device: a GPU adds up in no fixed order: only a run with `--deterministic True` is replayed\n"
     assert capsys.readouterr().err == line
 
@@ -177,22 +177,21 @@ def test_a_learner_step_is_exported_and_holds_what_the_update_was_made_of(tmp_pa
     assert kept[rewards[0]].shape == (8, 4)
 
 
-def test_the_debugger_opens_at_a_learner_step(tmp_path, monkeypatch, capsys):
-    run(tmp_path / "run", algorithm="a2c")
+def test_the_debugger_opens_at_a_learner_step(recorded, monkeypatch, capsys):
+    command = ["replay", str(recorded("a2c")), "--break-at", "3"]
     monkeypatch.setattr("sys.stdin", io.StringIO("p moment.step, batch.count, len(weights)\nc\n"))
-    assert main(["replay", str(tmp_path / "run"), "--break-at", "3"]) == 0
+    assert main(command) == 0
     out = capsys.readouterr().out
     assert "learner step 3: moment, batch, weights, gradient; c goes on" in out
     assert re.search(r"\(3, 32, \d+\)\n", out)
     assert "49 digests of weights are equal" in out  # the look has changed nothing
     monkeypatch.setattr("sys.stdin", io.StringIO("q\n"))
-    assert main(["replay", str(tmp_path / "run"), "--break-at", "3"]) == 0
+    assert main(command) == 0
     assert capsys.readouterr().out.endswith("\nended in the debugger\n")
 
 
-def test_a_counterfactual_has_the_same_schedule_and_another_setting(tmp_path, capsys):
-    run(tmp_path / "run", **LAYOUTS["impala"])
-    command = ["replay", str(tmp_path / "run")]
+def test_a_counterfactual_has_the_same_schedule_and_another_setting(recorded, capsys):
+    command = ["replay", str(recorded("impala"))]
     assert main([*command, "--edit", "algo.entropy_coef=0.5"]) == 0
     assert "not compared: it has other settings, mean return " in capsys.readouterr().out
     assert main([*command, "--edit", "env.num_envs=8"]) == 2

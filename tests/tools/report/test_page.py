@@ -182,21 +182,6 @@ def test_a_run_that_still_trains_can_be_reported(tmp_path, capsys):
     assert main(["report", str(run)]) == 0
 
 
-def test_a_report_runs_no_code_that_a_run_folder_names(tmp_path, monkeypatch):
-    """A run's env is not made: the preset's settings come from the spaces in spec.json."""
-    (tmp_path / "hostile.py").write_text("import pathlib\npathlib.Path(__file__).with_name('ran').touch()\nmain = 1\n")
-    monkeypatch.chdir(tmp_path)
-    run = record(tmp_path / "a", "ppo", optim__lr=0.5, env__id="hostile:main")
-    record(tmp_path / "b", "a2c", env__id="hostile:main")
-    assert main(["report", str(run)]) == 0
-    assert "Changed from preset ppo" in (run / "report.html").read_text()
-    assert main(["compare", "a", "b"]) == 0
-    (run / "spec.json").unlink()  # of an older version
-    assert main(["report", str(run)]) == 0
-    assert "Changed from preset ppo" not in (run / "report.html").read_text()
-    assert not (tmp_path / "ran").exists()
-
-
 def test_errors_of_report_compare_and_dashboard_are_one_line(tmp_path, capsys):
     run = record(tmp_path / "runs/a", "ppo")
     record(tmp_path / "runs/b", "ppo", seed=1)
@@ -208,7 +193,7 @@ def test_errors_of_report_compare_and_dashboard_are_one_line(tmp_path, capsys):
         (["dashboard", str(tmp_path / "nothing")], "not a run folder"),
         (["dashboard", str(run), "--port", "70000"], "port"),
     ):
-        assert main(words) in (1, 2)
+        assert main(words) == 2
         err = capsys.readouterr().err
         assert why in err
         assert len(err.splitlines()) == 1

@@ -121,6 +121,13 @@ def test_energy_accumulates_over_a_resume(tmp_path):
     assert np.allclose(x, 0.05 * np.arange(1, 11))
 
 
+@pytest.mark.parametrize("damaged", ["{", "[1]"])
+def test_a_damaged_summary_is_as_none(tmp_path, damaged):
+    folder = record(tmp_path / "a", "ppo")
+    (folder / "summary.json").write_text(damaged)
+    assert read_run(folder).summary == {}
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="not a run folder"):
         read_run(tmp_path)
