@@ -178,3 +178,11 @@ def test_a_lone_learner_that_is_killed_goes_on_from_what_it_had_last_reported(me
     assert steps == sorted(steps)
     assert meddler.starts(0) == meddler.starts("actor 0") == 2
     meddler.check_nothing_left()
+
+
+def test_envs_that_start_programs_are_made_in_a_host(tmp_path):
+    """ViZDoom's: a host makes them in several threads, beside its gRPC client, which must not mind the forks."""
+    sizes = ["--env.num-envs", "8", "--central.batch-size", "8", "--model.torso", "a3c", "--steps", "200"]
+    args = ["seed-vtrace", "--env", "Basic-v1", *sizes, "--algo.unroll-length", "5", "--log.stall", "20"]
+    assert main(["train", *args, "--out", str(tmp_path / "run")]) == 0
+    assert not check_rows(tmp_path / "run").get("restarts", 0)
