@@ -93,7 +93,7 @@ def summary(sections: dict[str, str]) -> str:
     counts = Counter(text.split()[0] for text in verdicts.values())
     said = ", ".join(f"{word} {counts[word]}" for word in WORDS)
     older, open_ = sum(OLDER in text for text in verdicts.values()), sum(not f.checks for f in FIGURES.values())
-    said += f". {older} were {OLDER}, {open_} have no check, and their claims say why"
+    said += f". {older} {'was' if older == 1 else 'were'} {OLDER}, {open_} have no check, and their claims say why"
     rows = ["| figure | verdict | shows | envs | budget, size of each run | seeds | training |", "|---" * 7 + "|"]
     for name in sorted(FIGURES, key=lambda name: WORDS.index(verdicts[name].split()[0])):
         if name not in sections:
