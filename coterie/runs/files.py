@@ -108,11 +108,11 @@ def write_whole(path: Path, data: str | bytes, durable: bool = True) -> None:
         draft.unlink(missing_ok=True)
 
 
-def save(path: Path, data: str | bytes, option: str) -> Path:
+def save(path: Path, data: str | bytes, option: str, durable: bool = False) -> Path:
     """Write the file that an `option` asks for, and the folders above it. Raises `ConfigError` with the reason."""
     with writing(path, f"{option}: "):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, data, durable=False)
+        write_whole(path, data, durable)
     return path
 
 

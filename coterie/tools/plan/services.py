@@ -67,7 +67,7 @@ class Services:
 
 
 def save(services: Services, path: Path) -> None:
-    files.save(path, json.dumps(asdict(services), indent=1) + "\n", "--save-services")
+    files.save(path, json.dumps(asdict(services), indent=1) + "\n", "--save-services", durable=True)
 
 
 def load(path: Path) -> Services:

@@ -104,7 +104,7 @@ def replay_run(folder: Path, asked: Config, what: Asked, say: Callable[[str], No
 
 
 def _export(path: Path, moment: Moment) -> None:
-    save(path, moment.data(), "--out")
+    save(path, moment.data(), "--out", durable=True)
     print(f"{path}: the batch, the gradient and the weights of learner step {moment.step}")
 
 
