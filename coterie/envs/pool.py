@@ -139,18 +139,22 @@ def _guarded(env_id: str, make: Any, options: dict[str, Any]) -> Any:
         raise ConfigError(f"env.id {env_id!r}: EnvPool reports: {reason[0]}") from error
 
 
-@functools.lru_cache(maxsize=64)
 def pool_declared(env: config.Env, atari: config.Atari) -> Declared:
     """What an EnvPool environment takes and gives; nothing is started."""
+    return _declared(env.id, json.dumps(_options(env, atari)))
+
+
+@functools.lru_cache(maxsize=64)
+def _declared(env_id: str, options: str) -> Declared:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # gymnasium on the precision of the bounds that EnvPool declares
-        found = _guarded(env.id, import_envpool().make_spec, _options(env, atari))
+        found = _guarded(env_id, import_envpool().make_spec, json.loads(options))
         if found.config.max_num_players > 1 or len(found.action_array_spec) != 3:
-            raise ConfigError(f"env.id {env.id!r} has several players or actions; Coterie runs envs with one of each")
-        frames = found.config.frame_skip if is_atari(env.id) or _is_doom(env.id) else 1
+            raise ConfigError(f"env.id {env_id!r} has several players or actions; Coterie runs envs with one of each")
+        frames = found.config.frame_skip if is_atari(env_id) or _is_doom(env_id) else 1
         limit = int(found.config.max_episode_steps)
-        limit, text = limit if 0 < limit < _NO_LIMIT else 0, _TEXT.get(modules()[env.id], ())
-        return declare(env.id, found.observation_space, found.action_space, frames, limit, text=text)
+        limit, text = limit if 0 < limit < _NO_LIMIT else 0, _TEXT.get(modules()[env_id], ())
+        return declare(env_id, found.observation_space, found.action_space, frames, limit, text=text)
 
 
 class PoolBackend(Backend):

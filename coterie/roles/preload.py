@@ -9,12 +9,15 @@ import signal
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else it prints traces of handled errors, such as a lost machine
 
-import coterie.roles.learner_process
-from coterie.acting.table import ACTING
-from coterie.algorithms.table import ALGORITHMS
-from coterie.envs import pool
-from coterie.exchange.table import EXCHANGES
 from coterie.parallel.signals import HANDLED, ignore_signals
+from coterie.runs.starting import importing
+
+with importing():
+    import coterie.roles.learner_process
+    from coterie.acting.table import ACTING
+    from coterie.algorithms.table import ALGORITHMS
+    from coterie.envs import pool
+    from coterie.exchange.table import EXCHANGES
 
 LOADED = [coterie.roles.learner_process, *ALGORITHMS.values(), *ACTING.values(), *EXCHANGES.values()]
 pool.modules()

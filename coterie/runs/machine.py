@@ -27,7 +27,7 @@ def describe() -> dict[str, Any]:
         "processor": processor(),
         "cores": len(available_cores()),
         "gpus": torch.cuda.device_count(),  # their names would take a CUDA context in a process that needs none
-        "versions": versions(("coterie", *required().get("", _CORE), "ray", "ale-py")),
+        "versions": versions(("coterie", *(_required("coterie", "") or _CORE), "ray", "ale-py")),
         "command": shlex.join(["coterie" if name == "__main__.py" else name, *sys.argv[1:]]),
     }
 

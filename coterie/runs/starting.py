@@ -6,12 +6,13 @@ slowly.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 
@@ -23,6 +24,17 @@ _ERASE = "\r\x1b[2K"  # the line, on a terminal
 def silence() -> None:
     """Print nothing more, so that Python's own exit has nothing to write: it would wait, or fail."""
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Around imports that take long: no garbage is collected meanwhile, nor looked for later in what they have made."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 class Starting:

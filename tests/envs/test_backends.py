@@ -156,10 +156,10 @@ def test_a_missing_library_names_its_debian_package(monkeypatch, cause, says):
         raise ImportError("needs something") from ImportError(cause)
 
     monkeypatch.setattr("envpool.make_spec", broken)
-    pool.pool_declared.cache_clear()
+    pool._declared.cache_clear()
     with pytest.raises(ConfigError, match=says):
         make_spec(config.Env(id="CoinrunEasy-v0"), config.Atari())
-    pool.pool_declared.cache_clear()
+    pool._declared.cache_clear()
 
 
 def test_making_an_env_leaves_the_warning_filters_alone():
