@@ -11,26 +11,14 @@ from pkgutil import resolve_name
 from typing import TypeVar
 
 from coterie.config import Config
-from coterie.plugins import reach
-from coterie.types import ConfigError, reason_of
+from coterie.plugins import importing, reach
+from coterie.types import ConfigError
 
 T = TypeVar("T")
 C = TypeVar("C", bound=Config)
 # The algorithms, actings, exchanges and launches that a section is about. Other sections are about every run.
-_NAMESAKES = (
-    "ppo",
-    "vtrace",
-    "r2d2",
-    "sac",
-    "bc",
-    "decoupled",
-    "central",
-    "ray",
-    "hogwild",
-    "store",
-    "allreduce",
-    "gossip",
-)
+_ALGORITHMS = ("ppo", "vtrace", "r2d2", "sac", "bc")
+_NAMESAKES = (*_ALGORITHMS, "decoupled", "central", "ray", "hogwild", "store", "allreduce", "gossip")
 _VALUE = {"dqn", "r2d2", "sac"}
 SECTIONS = {
     **{name: {name} for name in _NAMESAKES}, "q": _VALUE, "replay": _VALUE, "wire": {"decoupled", "central", "gossip"},
@@ -60,21 +48,21 @@ class Choices(Mapping[str, T]):
 def register(table: Choices[T], name: str, kind: T) -> None:
     """Add a choice to a table, for `register_algorithm`, `register_acting` and `register_exchange`."""
     module = sys._getframe(2).f_globals["__name__"]
-    if _MODULES.setdefault(name, module) != module or (name in table and name not in _MODULES):
+    before = _MODULES.get(name, "" if name in table else module)
+    if before not in (module, "__main__"):  # the script itself may be that module, imported again
         raise ConfigError(f"{name!r} is registered already")
+    _MODULES[name] = module
     table.kinds[name] = kind
 
 
 def choose(table: Choices[T], part: str, name: str, config: Config) -> T:
     """The choice that a config names, after the modules were imported that may have registered it."""
     for module in config.plugins.modules:
-        reach("plugins.modules", module)
-        try:
+        with importing("plugins.modules", module):
+            reach("plugins.modules", module)
             importlib.import_module(module)
-        except ImportError as error:
-            raise ConfigError(f"plugins.modules: cannot import {module!r}: {reason_of(error)}") from error
     if name not in table:
-        own = "; one of your own is package.module:Class" if part == "algorithm" else ""
+        own = "; one of your own is package.module:Class, or a module of plugins.modules registers it"
         raise ConfigError(f"{part}: {name!r} is not one of {', '.join(table)}{own}")
     return table[name]
 
@@ -90,7 +78,8 @@ def resolve_exchange(config: Config) -> str:
 def uses(section: str, config: Config) -> bool:
     """Whether a run uses one of `SECTIONS`."""
     choices = (config.algorithm, config.acting, resolve_exchange(config), config.launch)
-    if ":" in config.algorithm or config.algorithm in _MODULES:  # the user's own, which may use any
+    own = ":" in config.algorithm or config.algorithm in _MODULES  # the user's, which may read what is of algorithms
+    if own and section in (*_ALGORITHMS, "q", "replay"):
         return True
     return not SECTIONS[section].isdisjoint(choices)
 

@@ -142,7 +142,7 @@ class PPO:
     """PPO."""
 
     epochs: Positive = 4  # passes over a rollout
-    minibatch_size: Positive = 256  # samples
+    minibatch_size: Positive = 256  # samples, at least: a rollout is cut into equal minibatches
     clip: PositiveFloat = 0.2  # range of the probability ratio: 1 - clip to 1 + clip
     clip_schedule: Schedule = Schedule()
     clip_value: NaturalFloat = 0.0  # clip the change of the value to +-this; 0: off
@@ -296,7 +296,7 @@ class Optim:
     beta2: Decay = 0.999  # adam: decay of the squared gradient
     max_grad_norm: NaturalFloat = 0.5  # 0: no clipping
     schedule: Schedule = Schedule()  # of the learning rate
-    sqrt_scaling_from: Natural = 0  # lr grows with the square root of all learners' envs / this number; 0: off
+    sqrt_scaling_from: Natural = 0  # lr grows as sqrt(all envs / this); hogwild, store: one learner's envs; 0: off
     on_nonfinite: Literal["stop", "skip"] = "stop"  # non-finite gradient: end the run, or skip and count the batch
     chunk: Natural = 0  # samples per backward pass; 0: as suits the device (a GPU: the whole batch)
 

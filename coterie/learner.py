@@ -97,10 +97,11 @@ class Progress:
         """Count a learner step and add up its metrics."""
         self.learner_steps += 1
         self.samples_trained += batch.count
+        if not math.isfinite(batch.metrics.get("grad_norm", 0.0)):
+            return  # a skipped batch is not in the means
         self.batches += 1
         for name, value in batch.metrics.items():
-            if math.isfinite(value):  # a skipped batch leaves no NaN in the means
-                self.metrics[name] = self.metrics.get(name, 0.0) + value
+            self.metrics[name] = self.metrics.get(name, 0.0) + value
 
     def end(self, rollout: Rollout) -> None:
         """Count a rollout after training on it."""
@@ -120,7 +121,7 @@ class Gradients:
         self.recorded: dict[object, Graphed[tuple[dict[str, Tensor], Tensor | None]]] = {}  # by the loss
 
     def compute(self, algorithm: Algorithm[Part], batch: Batch[Part]) -> dict[str, float]:
-        """Add the batch's gradient to `params.grad`, and set the batch's priorities; returns the loss's metrics."""
+        """Add the batch's gradient to `params.grad`, and set its priorities; returns means over its valid rows."""
         ways, loss = len(self.models), algorithm.loss
         if loss not in self.recorded:
             self.recorded[loss] = Graphed(partial(self._backward, loss), self.record, loss)
@@ -143,7 +144,8 @@ class Gradients:
         known = [x for x in priority if x is not None]
         batch.priority = torch.cat(known) if known else None
         found = [_floats(sums) for sums in done]
-        return {name: sum(each[name] for each in found) for name in found[0]}
+        scale = batch.count / max(1, batch.valid)  # the loss is divided by T x B, masked rows and all
+        return {name: scale * sum(each[name] for each in found) for name in found[0]}
 
     def _add(self, at: slice) -> None:
         """Add the twins' gradients to the first one, and clear them."""

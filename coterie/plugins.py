@@ -19,7 +19,8 @@ import sys
 import sysconfig
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -90,25 +91,36 @@ def reach(field: str, module: str) -> None:
         sys.path.append(_typed_in[0])
 
 
+@contextmanager
+def importing(field: str, path: str) -> Iterator[None]:
+    """Turn what the import of `path` raises into one line, with a traceback where the user's code is wrong."""
+    try:
+        yield
+    except CoterieError:
+        raise
+    except (ImportError, AttributeError) as error:
+        module, hint = path.partition(":")[0], ""
+        if module == "__main__":
+            hint = "; give the object itself, or move it to a file of its own"
+        elif isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
+            hint = f" in {Path.cwd()} or on PYTHONPATH: change to the folder that has it, or add that to PYTHONPATH"
+        raise ConfigError(f"{field}: cannot import {path!r}: {reason_of(error)}{hint}") from error
+    except Exception as error:
+        raise CoterieError(f"{field}: cannot import {path!r}: {raised(error)}", traceback.format_exc()) from error
+
+
 def named(field: str, path: str) -> Any:
     """What `path` names. Raises a `ConfigError` about `field` where there is no such thing, or it cannot be called."""
     if pickled := _PICKLED.fullmatch(path):
         return _unpickled(field, pickled)
     module, _, name = path.partition(":")
-    try:
+    with importing(field, path):
         if not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
             raise ImportError("it is not package.module:callable")
         reach(field, module)
         found: Any = importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        hint = ""
-        if module == "__main__":
-            hint = "; give the object itself, or move it to a file of its own"
-        elif isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
-            hint = f" in {Path.cwd()} or on PYTHONPATH: change to the folder that has it, or add that to PYTHONPATH"
-        raise ConfigError(f"{field}: cannot import {path!r}: {reason_of(error)}{hint}") from error
     if not callable(found):
         raise ConfigError(f"{field}: {path!r} is {type(found).__name__}, which cannot be called")
     home = getattr(found, "__module__", None) or ""

@@ -117,11 +117,12 @@ def test_the_notebook_runs_from_top_to_bottom_and_learns_cartpole(tmp_path):
     assert steps > 200
 
 
-@pytest.mark.parametrize("preset", ["ppo", "gala-a2c", "rainbow", "seed-r2d2"])
+@pytest.mark.parametrize("preset", ["ppo", "gala-a2c", "rainbow", "seed-r2d2", "impala", "sac"])
 def test_the_metrics_that_a_run_writes_are_on_their_page(preset, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     more = ["--learners", "2"] if preset == "gala-a2c" else []
-    train = ["coterie", "train", preset, "--env", "CartPole-v1", *more, "--log.every", "0.2", "--out", "run"]
+    env = "Pendulum-v1" if preset == "sac" else "CartPole-v1"
+    train = ["coterie", "train", preset, "--env", env, *more, "--log.every", "0.2", "--out", "run"]
     assert run([*shrink(train), "--eval.every", "300", "--eval.episodes", "2"]) == 0
     names = re.findall(r"`([\w/.-]+)`", (ROOT / "docs" / "reference" / "metrics.md").read_text())
     pattern = "|".join(re.escape(name).replace(r"\.\.\.", ".+").replace("TASK", ".+") for name in names)

@@ -121,8 +121,10 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks" / "data" / "peers.json")
     options = parser.parse_args()
-    results = json.loads(options.out.read_text())["cases"] if options.out.exists() else {}
+    before = json.loads(options.out.read_text()) if options.out.exists() else {}
     about = {"processor": machine.describe()["processor"]}
+    # Cases that another processor ran would get this one's name.
+    results = before["cases"] if before.get("processor") == about["processor"] else {}
     for case in options.cases or CASES:
         title, entries = CASES[case]
         rates: list[list[float]] = [[] for _ in entries]

@@ -63,7 +63,7 @@ class GroupStream(ReconnectingStream):
 
 
 def host_envs(share: EnvShare) -> Envs:
-    """Envs in two groups, one of which steps while the other waits for its actions."""
+    """Envs in groups: where there are two, one steps while the other waits for its actions."""
     torch.set_num_threads(1)
     keep_freed_memory()
     # A group that waits leaves its threads idle: each group has one for every core.

@@ -181,10 +181,8 @@ class A2C(AlgorithmBase):
         """
         self.off_policy.measure(batch)
         target = self.algo.entropy_target
-        if target and (valid := batch.valid):
-            # The metric is divided by T x B, masked rows and all.
-            entropy = batch.metrics.get("entropy", target) * batch.count / valid
-            missing = (target - entropy) / abs(target)
+        if target and batch.valid:
+            missing = (target - batch.metrics.get("entropy", target)) / abs(target)
             if math.isfinite(missing):  # not finite after a skipped batch
                 moved = self.entropy_adjustment + _ENTROPY_RATE * max(-1.0, min(1.0, missing))
                 self.entropy_adjustment = max(-_ENTROPY_MOST, min(_ENTROPY_MOST, moved))

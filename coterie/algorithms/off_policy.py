@@ -30,13 +30,13 @@ class OffPolicy:
     def measure(self, batch: AnyBatch) -> None:
         """After a learner step: replace the second moment of the ratios by the effective sample size."""
         square = batch.metrics.pop("rho_square", 0.0)
-        if not (square > 0 and math.isfinite(square) and (valid := batch.valid)):
+        if not (square > 0 and math.isfinite(square)):
             return
-        batch.metrics["ess"] = ess = batch.metrics["rho"] ** 2 / square * batch.count / valid
+        batch.metrics["ess"] = ess = batch.metrics["rho"] ** 2 / square
         self.steps += 1
         rate = max(_RATE, 1 / self.steps)
         self.ess += rate * (ess - self.ess)
-        self.clipped += rate * (batch.metrics["rho_clipped"] * batch.count / valid - self.clipped)
+        self.clipped += rate * (batch.metrics["rho_clipped"] - self.clipped)
 
     def warning(self) -> str:
         """One line, once, where most of the data no longer counts."""

@@ -194,13 +194,14 @@ class SAC(ReplayLearning[Transitions]):
         """
         rows, net = batch.rows, cast(SACNetwork, model)
         target, alpha = cast(Critics, self.target), net.log_alpha.exp().detach()
+        # First: older versions of torch use what autocast has converted without a gradient again, with one.
+        action, log_prob = squashed(self._params(net, rows.obs), batch.ahead[:, 1])
         with torch.no_grad():
-            after, log_prob = squashed(self._params(net, rows.next_obs), batch.ahead[:, 0])
-            value = target(torch.cat((net.features(rows.next_obs), after), -1)).amin(0) - alpha * log_prob
+            after, log_prob_after = squashed(self._params(net, rows.next_obs), batch.ahead[:, 0])
+            value = target(torch.cat((net.features(rows.next_obs), after), -1)).amin(0) - alpha * log_prob_after
             wanted = rows.n_step + rows.discount * value
         seen = net.features(rows.obs)
         error = net.critics(torch.cat((seen, rows.action), -1)) - wanted
-        action, log_prob = squashed(self._params(net, rows.obs), batch.ahead[:, 1])
         q = net.critics(torch.cat((seen, action), -1), frozen=True).amin(0)
         terms = {
             "critic_loss": (0.5, rows.weight * error.square().sum(0)),

@@ -101,9 +101,9 @@ class VTrace(A2C):
             "must divide, less its replayed share, the rollouts of a batch (env.num_envs, or the acting's batch_size)",
         ),
         Refusal(
-            lambda c, s: 0 < c.vtrace.rho_bar < (c.vtrace.c_bar or math.inf),
+            lambda c, s: c.vtrace.correction == "vtrace" and 0 < c.vtrace.rho_bar < (c.vtrace.c_bar or math.inf),
             "vtrace.rho_bar",
-            "must not be below vtrace.c_bar: V-trace would not converge",
+            "must not be below vtrace.c_bar (0: no clip): V-trace would not converge",
         ),
     )
 
@@ -184,8 +184,7 @@ class VTrace(A2C):
     def after_step(self, model: Model, batch: Batch[object]) -> None:
         super().after_step(model, batch)
         found = batch.metrics.get("advantage_square", 0.0)
-        if found > 0 and math.isfinite(found) and (valid := batch.valid):
-            found *= batch.count / valid
+        if found > 0 and math.isfinite(found):
             self.spread = found if not self.spread else self.spread + _SPREAD_RATE * (found - self.spread)
 
     def _targets(self, log_ratio: Tensor, value: Tensor, part: Sequences) -> tuple[Tensor, Tensor]:

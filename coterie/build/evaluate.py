@@ -30,6 +30,7 @@ from coterie.runs import checkpoint
 from coterie.runs.trust import open_run
 from coterie.types import MASK, Array, ConfigError, CoterieError, Inputs, Obs, Spec, entries, from_entries, reason_of
 
+WEIGHTS = ("/model", "/secondary")  # the ends of their names in a checkpoint
 _MOST_ENVS = 16
 _LONGEST_EPISODE = 200_000  # env steps on average, past which `coterie eval` counts episodes as unfinished
 
@@ -58,7 +59,6 @@ class Scores:
         return float(np.std(self.returns, ddof=1) / math.sqrt(n)) if n > 1 else math.nan
 
     def to_json(self) -> dict[str, Any]:
-        normalized = human_normalized(self.env_id, self.mean) if self.returns else None
         return {
             "env": self.env_id,
             "episodes": len(self.returns),
@@ -67,7 +67,7 @@ class Scores:
             "min": min(self.returns, default=math.nan),
             "max": max(self.returns, default=math.nan),
             "mean_length": float(np.mean(self.lengths)) if self.lengths else math.nan,
-            "human_normalized": normalized,
+            "human_normalized": human_normalized(self.env_id, self.mean) if self.returns else None,
             "unfinished": self.unfinished,
             "info": self.info.means(""),
             "returns": self.returns,
@@ -101,6 +101,7 @@ def evaluate(algorithm: AnyAlgorithm, model: Network, config: Config, trial: Tri
             scores.returns += one.returns
             scores.lengths += one.lengths
             scores.unfinished += one.unfinished
+            scores.info.add(one.info)
         return scores
     n, agents = min(trial.episodes, _MOST_ENVS), make_spec(config.env, config.atari).agents
     n += -n % agents
@@ -234,17 +235,20 @@ def load(folder: str | Path, learner: str | int = "0", *, trust: bool = False, *
     """
     folder = Path(folder)
     config, root = open_run(folder, flat(new), trust, (*GIVEN, *VARIANT)), folder / "checkpoints"
-    path = checkpoint.best(root) or checkpoint.latest(root)
-    if path is None:
+    if (path := checkpoint.best(root) or checkpoint.latest(root)) is None:
         raise ConfigError(f"RUN: {folder} has no complete checkpoint yet")
-    tensors, state = checkpoint.load(path)
-    spec = check_spec(folder, config)
-    model = make_model(config, spec)
+    tensors, state = checkpoint.load(path, ends=WEIGHTS)
+    return policy_of(folder, config, weights_of(tensors, str(learner)), int(state["env_steps"]), path)
+
+
+def policy_of(folder: Path, config: Config, weights: dict[str, Tensor], step: int, path: Path) -> Policy:
+    """The policy of the run in `folder` with these weights, which `path` has."""
+    model = make_model(config, spec := check_spec(folder, config))
     try:
-        model.load_state_dict(weights_of(tensors, str(learner)))
+        model.load_state_dict(weights)
     except RuntimeError as error:
         raise CoterieError(f"{path} does not fit the run's model: {reason_of(error)[:200]}") from None
-    return Policy(folder, config, spec, int(state["env_steps"]), model.eval().requires_grad_(False))
+    return Policy(folder, config, spec, step, model.eval().requires_grad_(False))
 
 
 def weights_of(tensors: checkpoint.Tensors, learner: str) -> dict[str, Tensor]:
@@ -264,15 +268,9 @@ def weights_of(tensors: checkpoint.Tensors, learner: str) -> dict[str, Tensor]:
 
 
 def evaluate_run(
-    folder: str | Path,
-    *,
-    episodes: int = 100,
-    sampled: bool = False,
-    seed: int = 1,
-    learner: str | int = "0",
-    trust: bool = False,
-    **new: Part,
-) -> dict[str, Any]:
+    folder: str | Path, *, episodes: int = 100, sampled: bool = False, seed: int = 1, learner: str | int = "0",
+    trust: bool = False, **new: Part,
+) -> dict[str, Any]:  # fmt: skip
     """Score a run's policy: mean over whole episodes +- standard error, human-normalized where a reference exists.
     `trust` and `new`: as for `load`.
     """
@@ -294,6 +292,7 @@ def show(result: dict[str, Any]) -> str:
         what = "mean human-normalized score, each capped at 1" if known else "mean of the returns"
         score = f"{what}: {result['score']:.3g}"
     line = f"{result['env']}: {score} ({result['episodes']} episodes, {'sampled' if result['sampled'] else 'greedy'}"
+    line += f", {result['unfinished']} cut off and left out: env.max_episode_steps" * bool(result["unfinished"])
     if result["human_normalized"] is not None:
         line += f", human-normalized {100 * result['human_normalized']:.0f}%"
     line += "".join(f", {name} {mean:.4g}" for name, mean in result["info"].items())

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from coterie.algorithms.table import algorithm_class
 from coterie.choices import SECTIONS, uses
 from coterie.config import Config, Plugins
+from coterie.envs.make import in_pool
 from coterie.envs.pool import is_atari
 from coterie.envs.tasks import tasks
+from coterie.envs.vector import APART
 from coterie.models.torsos import torso_of
 from coterie.types import Spec
 
@@ -20,6 +23,8 @@ def unused(options: Iterable[str], config: Config, spec: Spec) -> Iterator[tuple
     """Those of these fields that have no effect, and what each needs."""
     if config.plugins != Plugins():  # parts of the user's may use all
         return
+    apart = config.env.backend in APART
+    workers = apart and not all(in_pool(replace(config.env, id=task)) for task in tasks(config.env.id))
     core, whole = config.model.core, not config.model.network
     own = not whole or ":" in core  # a network or core of the user's, which may read these
     mlp = any(":" in config.model.torso or torso_of(o, config.model) == "mlp" for o in spec.obs.values())
@@ -31,6 +36,8 @@ def unused(options: Iterable[str], config: Config, spec: Spec) -> Iterator[tuple
     fixed = epsilon and not config.q.ladder
     sized = uses("ppo", config) and config.ppo.batch_size and not yours
     fields = {
+        "env.threads": (apart, "envs that run apart"),
+        **dict.fromkeys(("env.timeout", "env.on_error"), (workers, "envs in worker processes")),
         "atari": (any(map(is_atari, tasks(config.env.id))), "one of EnvPool's Atari games"),
         **dict.fromkeys(("model.hidden", "model.activation"), (mlp or own, "the torso mlp")),
         **dict.fromkeys(
@@ -50,6 +57,7 @@ def unused(options: Iterable[str], config: Config, spec: Spec) -> Iterator[tuple
         ),
         "algo.unroll_length": (not sized, "ppo.batch_size 0"),
         "algo.poll": (config.acting != "central", "acting inline or decoupled"),
+        "log.cosines": (config.learners != 1, "several learners"),
         "log.consensus": (uses("gossip", config), "gossip"),
         **{name: (uses(name, config), " or ".join(sorted(used))) for name, used in SECTIONS.items()},
     }

@@ -18,6 +18,7 @@ from coterie.envs.make import make_spec
 from coterie.envs.tasks import envs_per_child, tasks
 from coterie.exchange.table import EXCHANGES, exchange_kind
 from coterie.models.build import try_out
+from coterie.models.heads import NoisyLinear
 from coterie.models.torsos import FOR_IMAGES
 from coterie.plugins import FIELDS, check_own, label, raised
 from coterie.runs.config_io import fields, get, shown
@@ -140,7 +141,15 @@ def check(config: ResolvedConfig, spec: Spec) -> None:
     check_own(config)
     if ":" in config.model.torso + config.model.core + config.model.network:
         try:
-            try_out(make_model(config, spec))
+            model = make_model(config, spec)
+            if hasattr(model.body, "initial_state") and not model.recurrent:
+                raise ConfigError("model.network: name the class itself: initial_state is looked for on it")
+            noisy = not model.body or any(isinstance(part, NoisyLinear) for part in model.modules())
+            if config.q.noisy and algorithm_class(config).value_based and not noisy:
+                raise ConfigError(
+                    "q.noisy: model.network has no NoisyLinear of coterie.models.heads, so nothing explores"
+                )
+            try_out(model)
         except ConfigError:
             raise
         except Exception as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from coterie.build.evaluate import weights_of
+from coterie.build.evaluate import WEIGHTS, weights_of
 from coterie.build.factory import make_model
 from coterie.config import Config
 from coterie.models.build import Network
@@ -31,10 +31,10 @@ def source_of(folder: Path) -> Path:
     if not folder.is_dir():
         raise ConfigError(f"init_from: {folder}: there is no such folder")
     if (folder / MANIFEST).is_file():
-        return folder
+        return folder.absolute()
     if (path := checkpoint.best(root) or checkpoint.latest(root)) is None:
         raise ConfigError(f"init_from: {folder} has no complete checkpoint")
-    return path
+    return path.absolute()
 
 
 def begin_from(folder: Path, model: Network) -> str:
@@ -42,7 +42,7 @@ def begin_from(folder: Path, model: Network) -> str:
     actions stay new. Raises a `ConfigError` if there is no checkpoint, or another network.
     """
     path = source_of(folder)
-    there, mine = weights_of(checkpoint.load(path)[0], "0"), model.state_dict()
+    there, mine = weights_of(checkpoint.load(path, ends=WEIGHTS)[0], "0"), model.state_dict()
     names = [*mine, *sorted(there.keys() - mine.keys())]  # safetensors has no order
     shapes = {k: [list(x[k].shape) if k in x else "missing" for x in (there, mine)] for k in names}
     other = {k: pair for k, pair in shapes.items() if pair[0] != pair[1]}

@@ -50,7 +50,7 @@ def train(options: Namespace, rest: list[str]) -> int:
         from coterie.tools.sweep import parse_grid, parse_jobs, parse_seeds, plan_runs, run_jobs
 
         points, at_once = parse_grid(options.grid), parse_jobs(options.jobs)
-        config = config_of(rest) if points else warned(rest, config_of(rest))
+        config = config_of(rest) if options.grid else warned(rest, config_of(rest))
         seeds = parse_seeds(options.seeds) if options.seeds is not None else [config.seed]
         if options.seeds is not None and any(word.partition("=")[0] == "--seed" for word in rest):
             raise ConfigError("--seeds: cannot be combined with --seed")

@@ -98,12 +98,14 @@ def open_gym(env_id: str, kwargs: Mapping[str, Any], max_episode_steps: int, mak
     """
     try:
         return make(env_id, kwargs, max_episode_steps)
-    except ConfigError:
+    except CoterieError:
         raise
     except Exception as error:
         unknown = isinstance(error, TypeError) and "unexpected keyword" in str(error)
         if unknown or refused(error, "missing .*required"):
-            raise ConfigError(f"env.kwargs: {one_line(error)}") from error
+            limit = max_episode_steps and "'max_episode_steps'" in str(error)
+            field = "env.max_episode_steps, or eval's" if limit else "env.kwargs"
+            raise ConfigError(f"{field}: {one_line(error)}") from error
         if re.search(r"gymnasium\[(box2d|mujoco)\]", str(error)):  # as gymnasium says it
             raise missing(f"env.id {label(env_id)!r}", "gym") from error
         if isinstance(error, gymnasium.error.Error | ImportError) or isinstance(error.__cause__, ImportError):
@@ -155,9 +157,9 @@ class Instance:
         self.seed: int | None = seed  # of the first reset
         self.restart = True
         self.infos: dict[int, Mapping[str, Any]] = {}  # of the last step, by row, as the env gave them
-        declared = declare(env_id, env.observation_space, env.action_space, mask=mask)
-        self.fields, self.actions = declared.fields, declared.actions
-        self.space, self.masked = env.action_space, declared.spec.masked
+        declared = declare(label(env_id), env.observation_space, env.action_space, mask=mask)
+        self.spec, self.fields, self.actions, _ = declared
+        self.space, self.masked = env.action_space, self.spec.masked
 
     def reset(self) -> None:
         self._begin(*reset_env(self.env, self.seed))

@@ -22,10 +22,11 @@ class LocalBackend(Backend):
     """One env with `render_mode="rgb_array"`, an instance for each agent. One that breaks ends the program."""
 
     def __init__(self, env: config.Env, seeds: Sequence[int]) -> None:
-        kwargs = json.loads(env.kwargs)
+        make_vec = ("vectorization_mode", "vector_kwargs") if env.backend == "vector" else ()  # its arguments
+        kwargs = {name: x for name, x in json.loads(env.kwargs).items() if name not in make_vec}
         if is_gym_id(env.id) or (env.id.startswith((PLAY, ZOO)) and ":" not in env.id):
             kwargs["render_mode"] = "rgb_array"
-        elif _takes_render_mode(env.id):
+        elif _takes_render_mode(env.id.removeprefix(PLAY)):
             kwargs.setdefault("render_mode", "rgb_array")
         self.env = open_gym(env.id, kwargs, env.max_episode_steps)
         declared = describe(env.id, self.env, env.max_episode_steps)

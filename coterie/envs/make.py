@@ -26,7 +26,7 @@ from coterie.plugins import LAB, label
 from coterie.types import Array, ConfigError, Spec, json_object
 
 
-def _in_pool(env: config.Env) -> bool:
+def in_pool(env: config.Env) -> bool:
     """Whether EnvPool runs this env. Raises `ConfigError` where no package has it."""
     json_object("env.kwargs", env.kwargs)
     pool = has_env(env.id)
@@ -46,7 +46,7 @@ def _in_pool(env: config.Env) -> bool:
     named = ":" in env.id or env.id.startswith((LAB, ALE, PLAY, ZOO))  # not imported before it is made
     if not pool and not named:
         _check_registered(env.id, env.backend in APART)
-    return pool and env.backend != "workers"
+    return pool and env.backend in ("auto", "pool")
 
 
 def _check_registered(env_id: str, apart: bool) -> None:
@@ -73,7 +73,7 @@ def _unknown(env_id: str, known: Sequence[str], why: str) -> ConfigError:
 def _declared(env: config.Env, atari: config.Atari) -> Declared:
     if env.backend not in APART:
         return together_declared(env)
-    return pool_declared(env, atari) if _in_pool(env) else worker_declared(env)
+    return pool_declared(env, atari) if in_pool(env) else worker_declared(env)
 
 
 def make_spec(env: config.Env, atari: config.Atari) -> Spec:
@@ -143,7 +143,7 @@ def backends(env: config.Env, atari: config.Atari, threads: int, groups: int, tr
     def make(seeds: Sequence[int]) -> Backend:
         if env.backend not in APART:
             return make_together(env, seeds)
-        if _in_pool(env):
+        if in_pool(env):
             return PoolBackend(env, atari, seeds, each, training)
         return WorkerBackend(env, seeds, each, f"coterie-env-{next(numbers)}")
 
@@ -165,7 +165,7 @@ def make_rendered(
     env = replace(env, num_envs=make_spec(env, atari).agents)
 
     def make(seeds: Sequence[int]) -> Backend:
-        pool = _in_pool(env)
+        pool = in_pool(env)
         made.append(PoolBackend(env, atari, seeds, 1, False, True) if pool else LocalBackend(env, seeds))
         return made[0]
 

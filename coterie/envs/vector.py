@@ -97,7 +97,7 @@ class VectorBackend(Backend):
     """
 
     def __init__(self, env: config.Env, made: Any, seed: int) -> None:
-        limit = env.max_episode_steps or getattr(made.spec, "max_episode_steps", None) or 0
+        limit = env.max_episode_steps or getattr(getattr(made, "spec", None), "max_episode_steps", None) or 0
         spaces = made.single_observation_space, made.single_action_space
         super().__init__(declare(label(env.id), *spaces, max_episode_steps=limit), made.num_envs)
         self.env, self._seed, self._bootstraps = made, seed, env.time_limit == "truncate"
@@ -107,7 +107,8 @@ class VectorBackend(Backend):
             raise ConfigError(f"env.id {label(env.id)!r}: metadata['autoreset_mode'] is {mode}, not an AutoresetMode")
         self._mode = AutoresetMode(mode)
         # Whether reset(options={"reset_mask": ...}) restarts some of the envs.
-        self._masks = self._mode is AutoresetMode.DISABLED or isinstance(made.unwrapped, SyncVectorEnv | AsyncVectorEnv)
+        own = isinstance(getattr(made, "unwrapped", made), SyncVectorEnv | AsyncVectorEnv)
+        self._masks = self._mode is AutoresetMode.DISABLED or own
         self._done = np.zeros(made.num_envs, bool)
         self._idle = 0  # steps in a row that began an episode in all envs, and so were lost, and ended it
 

@@ -66,8 +66,11 @@ class Worker:
                 old.env.close()
         env = make_gym(self.setup["env"], self.setup["kwargs"], self.setup["max_episode_steps"])
         env.action_space.seed(seed)
-        mask = self.setup["mask"]
-        self.instances[i] = make_instance(self.setup["env"], env, seed, self._rows(i), self.shared.arrays, mask)
+        made = make_instance(self.setup["env"], env, seed, self._rows(i), self.shared.arrays, self.setup["mask"])
+        self.instances[i] = made
+        if made.spec.to_json() != self.setup["spec"]:
+            now = f"{env.observation_space} and {env.action_space} now: restart Python if its code has changed"
+            raise CoterieError(f"its spaces differ from those read at the start, {now}")
         self._set_attributes(i)
 
     def _set_attributes(self, i: int) -> None:

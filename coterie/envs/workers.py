@@ -126,6 +126,7 @@ class WorkerBackend(Backend):
             "layout": self._layout,
             "mask": self.mask,
             "agents": self.spec.agents,
+            "spec": self.spec.to_json(),
             "ids": list(ids),
             "seeds": list(seeds),
             "attributes": self._attributes,

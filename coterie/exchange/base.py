@@ -188,12 +188,12 @@ class ExchangeKind:
         """Whether a killed learner restarts alone, and joins others. Else all restart from the checkpoint."""
         return self.rejoins and not self.is_alone(config)
 
-    def check_replay(self, config: Config) -> None:
-        """Raise a `ConfigError` if its learners cannot be replayed."""
+    def check_replay(self, config: Config, folder: Path) -> None:
+        """Raise a `ConfigError` if the learners of a run cannot be replayed."""
         if not self.replay:
             why = "the order of writes to shared weights is not recorded" if self.shared_weights else "no `replay`"
             raise ConfigError(f"exchange: {config.exchange} cannot be replayed: {why}")
-        if self.address(config):
+        if self.address(config) or (folder / "sites").exists():  # of a run on Ray
             raise ConfigError(
                 f"exchange: {config.exchange} with other machines cannot be replayed: they are not recorded"
             )

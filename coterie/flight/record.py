@@ -187,6 +187,17 @@ def _read_tail(path: Path) -> tuple[int, list[bytes]]:
     return 0, []
 
 
+def next_life(folder: Path, number: int) -> int:
+    """The number of the life that begins. Removes records of this number or a later one (restarts count in thousands),
+    which are of what was trained after the checkpoint that the life begins with.
+    """
+    for path in (folder / "flight").glob("*.life_*"):
+        if int(path.name.removesuffix(".tail").rpartition("_")[2]) % 1000 >= number:
+            with suppress(OSError):  # a disk that refuses this will refuse the new record, too
+                path.unlink()
+    return number
+
+
 def lives(folder: Path, rank: int) -> list[Life]:
     """A learner's lives in a run folder, the first one first."""
     found = (folder / "flight").glob(f"learner_{rank}.life_*")

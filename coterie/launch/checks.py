@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from coterie.acting.table import acting_kind
 from coterie.algorithms.table import algorithm_class
 from coterie.build.resources import resolve_resources
 from coterie.build.validity import check
 from coterie.config import ResolvedConfig
+from coterie.envs.make import make_spec
+from coterie.envs.vector import APART
 from coterie.replay.storage import require_room
 from coterie.types import Spec
 from coterie.wire.auth import check_free, check_pair, offset
@@ -26,6 +30,8 @@ def beyond_its_steps(config: ResolvedConfig) -> str:
 def check_run(config: ResolvedConfig, spec: Spec) -> None:
     """Raise a `ConfigError` where the run is not possible here."""
     check(config, spec)
+    if config.eval.max_episode_steps and config.env.backend not in APART:  # whose constructor may not take it
+        make_spec(replace(config.env, max_episode_steps=config.eval.max_episode_steps), config.atari)
     for rank in range(config.learners if config.wire.bind else 0):
         check_free(offset(config.wire.bind, rank), "wire.bind")
     if config.wire.cert and config.wire.key:

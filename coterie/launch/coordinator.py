@@ -198,13 +198,12 @@ class Coordinator:
         """What the next order asks for; 0 where none is due."""
         if self.paused or not self.retries.are_due:
             return 0
+        judged = self.config.eval.every and 0 in self.members and not self.board.stopping
+        scored = SAVE | EVALUATE if judged and self.ledger.env_steps >= self.next_eval else 0
         if self.idle:  # the last order is near
-            return SAVE | LAST if self.members <= self.idle else 0
-        if self.ledger.resumes == 0 and not self.board.sealed:
-            return SAVE  # from here on there is something to resume from
-        if self.config.eval.every and self.ledger.env_steps >= self.next_eval and not self.board.stopping:
-            return SAVE | EVALUATE
-        return SAVE if now - self.last_checkpoint >= self.config.log.checkpoint_every else 0
+            return (scored or SAVE | LAST) if self.members <= self.idle else 0
+        first = self.ledger.resumes == 0 and not self.board.sealed  # from here on there is something to resume from
+        return scored or (SAVE if first or now - self.last_checkpoint >= self.config.log.checkpoint_every else 0)
 
     def _write_line(self) -> None:
         line = {**self.ledger.line(), **self.info.take().means("env/")}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from coterie.acting.child_processes import WorkerReport
+from coterie.acting.table import acting_kind
 from coterie.build.evaluate import Scores
 from coterie.config import ResolvedConfig
 from coterie.envs.tasks import overall, task_of, tasks
@@ -22,7 +23,7 @@ from coterie.runs.metrics import Episodes
 from coterie.types import Spec
 
 # Gauges that learners add up; of others the mean.
-_SUMMED = ("wire/refused", "normalizer/clamped", "inference/envs", "inference/streams", "slots/remote_envs")
+_SUM = ("wire/refused", "normalizer/clamped", "inference/envs", "inference/streams", "replay/size", "slots/remote_envs")
 
 
 class Ledger:
@@ -36,28 +37,26 @@ class Ledger:
     ) -> None:
         self.config, self.spec, self.board = config, spec, board
         self.episodes = Episodes()
-        several = tasks(config.env.id)
-        self.tasks = {task: Episodes() for task in several} if len(several) > 1 else {}
+        self.tasks = {task: Episodes() for task in several} if len(several := tasks(config.env.id)) > 1 else {}
         self.resumes, self.seconds_before, self.begin_steps = 0, 0.0, 0
         self.rolled_back = self.dropped = self.restarts = 0
         self.last_eval: dict[str, float] = {}
         self.lags, self.line_lags = Counter[int](), Counter[int]()  # rows by policy_lag: of all, since the last line
         self.lag_by_row, self.rollouts = list[float](), 0  # sums of the lag of each row, over that many rollouts
         self.latencies = deque[float](maxlen=20_000)  # seconds that envs have waited for their latest actions
-        self.begin_stages: dict[str, float] = {}
+        self.begin_stages: dict[str, float] = dict(state["stages"]) if state is not None else {}
         if state is not None:
             self.resumes = state["life"] + 1
             self.seconds_before, self.begin_steps = state["seconds"], state["env_steps"]
             # What was acted and not learned before the run was resumed is lost.
             self.last_eval, self.dropped = state["last_eval"], state["dropped"] + state.get("in_flight", 0)
             self._load_history(state)
-            self.begin_stages = dict(state["stages"])
             # What came after the checkpoint is learned again.
             self.rolled_back = state["rolled_back"] + max(0, reached - self.begin_steps)
         self.begin = self.last_line = time.monotonic()
         self.reports: dict[int, LearnerReport] = {}  # the latest of each learner
         self.acted: dict[int, WorkerReport] = {}  # and of each actor
-        self.stages, self.metrics = dict[str, float](), dict[str, float]()
+        self.stages, self.metrics = dict(self.begin_stages), dict[str, float]()
         self.line_stages, self.line_steps = dict(self.begin_stages), self.begin_steps
         self.batches, self.first_step = 0, np.inf  # batches since the last line; unix time of the first env step
         self.readers: list[Callable[[], dict[str, float]]] = []  # more values for the lines of metrics
@@ -86,21 +85,21 @@ class Ledger:
             before = self.lag_by_row or [0.0] * len(report.lag_by_row)
             self.lag_by_row = [a + b for a, b in zip(before, report.lag_by_row, strict=True)]
             self.rollouts += report.rollouts
+        self._add_stages(report, self.reports.get(rank), self.board.learners)
         self.reports[rank] = report
-        self._add_stages(self.reports)
 
     def take_acted(self, row: int, report: WorkerReport) -> None:
         """Add an actor's report."""
-        self.acted[row] = report
         self.latencies.extend(report.latencies)
-        self._add_stages(self.acted)
+        self._add_stages(report, self.acted.get(row), len(self.board.counts) - self.board.learners)
+        self.acted[row] = report
 
-    def _add_stages(self, reports: Mapping[int, LearnerReport | WorkerReport]) -> None:
-        """Seconds in each stage: means over the learners, or over the actors."""
-        self.first_step = min([self.first_step, *(r.first_step for r in reports.values())])
-        for name in {name for r in reports.values() for name in r.stages}:
-            mean = sum(r.stages.get(name, 0.0) for r in reports.values()) / len(reports)
-            self.stages[name] = self.begin_stages.get(name, 0.0) + mean
+    def _add_stages(self, report: LearnerReport | WorkerReport, before: Any, processes: int) -> None:
+        """Add a process's seconds in each stage since `before`, its last report: means over learners, or actors."""
+        self.first_step = min(self.first_step, report.first_step)
+        for name, seconds in report.stages.items():
+            more = seconds - (before.stages.get(name, 0.0) if before else 0.0)  # a restarted process counts from 0
+            self.stages[name] = self.stages.get(name, 0.0) + more / processes
 
     def take_scores(self, scores: Scores, env_steps: int) -> dict[str, Any]:
         """Add an evaluation after `env_steps`; returns its line of metrics."""
@@ -145,7 +144,6 @@ class Ledger:
         self.dropped += self.board.sum("produced") - learned
         self.board, self.reports, self.acted, self.metrics, self.batches = board, {}, {}, {}, 0
         self.line_steps, self.last_eval = state["env_steps"], state["last_eval"]
-        self.begin_stages, self.line_stages = dict(self.stages), dict(self.stages)  # new processes count from 0
         self.line_lags.clear()
         self._load_history(state)
 
@@ -158,6 +156,8 @@ class Ledger:
 
     def state(self, counts: list[dict[str, int]], last: bool) -> dict[str, Any]:
         """What a checkpoint keeps, with each learner's counts as of its part. `last`: the actors have ended."""
+        replaced = sum(self.board.read(row)["replaced"] for row in range(self.board.learners, len(self.board.counts)))
+        counts = [{**row, "replaced": row["replaced"] + replaced * (rank == 0)} for rank, row in enumerate(counts)]
         return {
             "env_steps": sum(row["learned"] for row in counts),
             "learners": counts,
@@ -210,7 +210,7 @@ class Ledger:
             if name.endswith("/max"):
                 line[name] = max(values)
             else:
-                line[name] = sum(values) / (1 if name in _SUMMED else len(values))
+                line[name] = sum(values) / (1 if name in _SUM else len(values))
         for stage, seconds in self.stages.items():
             line[f"stage/{stage}"] = (seconds - self.line_stages.get(stage, 0.0)) / elapsed
         self.line_stages, self.last_line, self.line_steps = dict(self.stages), now, steps
@@ -294,6 +294,7 @@ class Ledger:
             "stages": {k: seconds for k, v in self.stages.items() if (seconds := round(v, 3))},
             "energy": self.energy.summary((learned - self.begin_steps) * self.spec.action_repeat),
             "digest": whole if digests else "",
-            **({"digests": each, "restarts": self.restarts} if len(each) > 1 else {}),
+            **({"digests": each} if len(each) > 1 else {}),
+            **({"restarts": self.restarts} if len(each) > 1 or acting_kind(self.config).apart else {}),
             **self.last_eval,
         }

@@ -32,6 +32,7 @@ from coterie.envs.make import make_spec
 from coterie.exchange.mailboxes import Link, Net
 from coterie.exchange.table import exchange_kind
 from coterie.extras import missing
+from coterie.flight.record import next_life
 from coterie.launch.checks import beyond_its_steps, check_run
 from coterie.launch.coordinator import Coordinator
 from coterie.launch.supervisor import Supervisor
@@ -160,7 +161,7 @@ def _go(
         start_server()
     # A later run that starts from this config.json may use another acting: with inline acting, `actors` stays `auto`.
     actors = config.actors or asked.actors
-    kept = replace(asked, learners=config.learners, actors=actors, exchange=config.exchange, env=config.env)
+    kept = replace(asked, learners=config.learners, actors=actors, env=config.env)
     spec = make_spec(config.env, config.atari)
     check_run(config, spec)
     starting.notes += [line] * bool(line)
@@ -170,7 +171,7 @@ def _go(
     (board := Board(config.learners)).release()  # for start-up only: child processes get another one
     if not here:  # learner 0's process finds them by name, and makes them again
         config = replace(config, callbacks=(*config.callbacks, *(name_of("callbacks", one) for one in callbacks)))
-    incarnation = 0 if state is None else state["life"] + 1
+    incarnation = 0 if state is None else next_life(folder, state["life"] + 1)
     starting.doing(f"{config.env.num_envs} envs" if here else "memory that the processes share")
     with ExitStack() as opened:  # closed where the run cannot start
         learner = LearnerProcess(config, incarnation, ProcessContext(board=board, folder=folder)) if here else None

@@ -131,7 +131,7 @@ class Network(nn.Module):
             if self.config.last_action_reward:
                 x = torch.cat((x.float(), self._last(inputs).flatten(0, len(axes) - 1)), -1)
             time = axes if len(axes) == 2 else (1, *axes)
-            x, core_state = self.core(x.unflatten(0, time), inputs.is_first.reshape(time), core_state)
+            x, core_state = self.core(x.float().unflatten(0, time), inputs.is_first.reshape(time), core_state)
             x = x.flatten(0, 1)
         if self.paired:
             x, v = x.unbind(0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,12 +16,15 @@ CGROUP = Path("/sys/fs/cgroup")  # the limits of a container (cgroup v2)
 
 
 def available_cores(cgroup: Path = CGROUP) -> list[int]:
-    """Cores that this process may run on, limited by a container's CPU quota where one is set."""
+    """Cores that this process may run on. Where a container has a CPU quota they are that many, from another one on
+    for each host name: containers of one machine would share its first cores.
+    """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     try:
-        quota, period = (cgroup / "cpu.max").read_text().split()
-        return cores if quota == "max" else cores[: max(1, round(int(quota) / int(period)))]
-    except (OSError, ValueError, ZeroDivisionError):
+        quota, period = map(int, (cgroup / "cpu.max").read_text().split())
+        first = zlib.crc32(socket.gethostname().encode()) % len(cores)
+        return sorted((cores[first:] + cores[:first])[: max(1, round(quota / period))])
+    except (OSError, ValueError, ZeroDivisionError):  # also "max"
         return cores
 
 

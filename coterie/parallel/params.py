@@ -11,6 +11,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from coterie.types import ConfigError
+
 _ALIGN = 16  # floats; every parameter starts on a 64-byte line
 _TAIL = 16  # floats behind the gradient, for what an exchange sends along with it
 
@@ -35,7 +37,7 @@ class FlatParams:
         end = 0
         for name, p in named:
             if p.dtype != torch.float32:
-                raise TypeError(f"parameter {name} is {p.dtype}; learned weights are float32")
+                raise ConfigError(f"model: parameter {name} is {p.dtype}; learned weights are float32")
             self.slices[name] = slice(end, end + p.numel())
             end += -(-p.numel() // _ALIGN) * _ALIGN
         self.data = torch.zeros(end, device=device)

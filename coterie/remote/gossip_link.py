@@ -25,27 +25,24 @@ from coterie.wire.service import Answer, ServiceStream
 
 _PATIENCE_S = 600.0  # that a new run waits for the hub
 _ALONE_S = 30.0  # that a resumed run waits, before it trains alone
-_WEIGHTS_S = 30.0  # that a new run waits for the weights of others
+_WEIGHTS_S = 60.0  # that a new run waits for the weights of others, whose learners may start just now
 _LEAVE_S = 2.0
 
 
 def link(config: ResolvedConfig, net: Net, resumed: bool, report: Callable[[str], None]) -> Link:
     """The link of a run that listens for others or connects to one."""
     if config.gossip.bind:
-        return GossipHub(config, config.learners, net, trained=resumed or bool(config.init_from))
+        return GossipHub(config, config.learners, net)
     return GossipClient(config, config.learners, net, resumed=resumed, report=report)
 
 
 class GossipHub:
-    """Admits clients, all in the server's thread, and keeps a mailbox for each of their learners. `trained`: its own
-    learners start with weights that a new client must have, and have not published them yet.
-    """
+    """Admits clients, all in the server's thread, and keeps a mailbox for each of their learners."""
 
     mailboxes: Mailboxes
 
-    def __init__(self, config: Config, learners: int, net: Net, trained: bool = False) -> None:
+    def __init__(self, config: Config, learners: int, net: Net) -> None:
         self.address, self.env_id, self.learners, self.net = config.gossip.bind, config.env.id, learners, net
-        self.trained = trained
         self.layout = message_layout(net.weights, net.moments)
         if self.layout.most > (most := config.wire.max_message_mb) << 20:
             raise ConfigError(f"wire.max_message_mb: a message has {self.layout.most / 2**20:.0f} MB, not {most}")
@@ -66,9 +63,7 @@ class GossipHub:
         check_hello(hello, [self.env_id], self.layout)
         if (before := self.clients.get(hello.run_id)) is not None:  # it reconnects before its end was noticed
             self.leave(before)
-        own = range(self.learners)
-        published = self.trained or any(map(self.mailboxes.lock.is_whole, (*own, *self.mailboxes.peers())))
-        stream = GossipStream(self, self._relay(hello.envs), hello.run_id, published)
+        stream = GossipStream(self, self._relay(hello.envs), hello.run_id)
         self.clients[hello.run_id] = stream
         return stream
 
@@ -104,9 +99,8 @@ class GossipHub:
 class GossipStream(ServiceStream):
     """One client's stream: each of its frames is answered with one of the hub's."""
 
-    def __init__(self, hub: GossipHub, relay: Relay, run_id: int, published: bool) -> None:
-        settings = {"net": hub.net.digest, "published": published}
-        super().__init__({"number": 0, "learners": 1, "settings": json.dumps(settings)})
+    def __init__(self, hub: GossipHub, relay: Relay, run_id: int) -> None:
+        super().__init__({"number": 0, "learners": 1, "settings": json.dumps({"net": hub.net.digest})})
         self.hub, self.relay, self.run_id = hub, relay, run_id
         self.reads = self.writes = hub.layout
 
@@ -139,7 +133,6 @@ class GossipClient:
         self.relay: Relay | None = None  # of the open stream
         self.stream: Stream | None = None
         self.bytes_in = self.bytes_out = 0  # of streams that have ended
-        self.published = False  # the others have weights to start with
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         try:
@@ -165,7 +158,6 @@ class GossipClient:
         stream = self.connection.stream("Gossip", self.layout, self._check)
         try:
             settings = json.loads(stream.welcome.settings)
-            self.published = bool(settings["published"])
             if settings["net"] != self.net.digest or stream.reads.tensors != self.layout.tensors:
                 raise ValueError
         except (ValueError, KeyError, TypeError):
@@ -178,8 +170,8 @@ class GossipClient:
             raise CoterieError("the run has ended")
 
     def start(self, memory: SharedArrays, join: bool, stop: Callable[[], bool] = lambda: False) -> bool:
-        """Begin to gossip, before this run's learners start. `join`: they are to start with the others' weights;
-        returns whether there are any. Does not wait for them once `stop` is true.
+        """Begin to gossip, before this run's learners start. `join`: they are to start with the others' weights, which
+        are there once the hub's learners have started; returns that. Does not wait for them once `stop` is true.
         """
         self.mailboxes = boxes = Mailboxes(memory, self.learners)
         if self.stream is not None:
@@ -187,7 +179,6 @@ class GossipClient:
         self._thread = thread = threading.Thread(target=self._work, args=(boxes,), name="coterie-gossip", daemon=True)
         thread.start()
         end = time.monotonic() + _WEIGHTS_S
-        join = join and self.published
         while join and not any(map(boxes.lock.is_whole, boxes.peers())):
             if stop() or not thread.is_alive() or time.monotonic() > end:
                 break

@@ -177,7 +177,7 @@ class LearnerProcess:
         if need := algorithm_class(config).replay_bytes(config, self.spec) * config.learners:
             where = " on disk" if config.replay.disk else ""
             acting += f", replay of {config.replay.capacity:,} env steps in {need / 2**30:.2f} GiB{where}"
-        threads = counted(resources.torch_threads, "training thread")
+        threads = counted(resources.team.size, "training thread")
         lag = stated_lag(config)
         return f"{acting}, {threads}, {resources.device}, {kind}; {count:,} weights; policy lag {lag}"
 

@@ -258,8 +258,8 @@ def _actor_config(base: ResolvedConfig, session: Session) -> tuple[ResolvedConfi
         raise CoterieError(f"the run's config: {error}") from None
     except LookupError:
         raise CoterieError("the server sent no config: is it the same version of coterie?") from None
-    run = replace(run, seed=session.connection.hello["run_id"] >> 33)
     env = replace(base.env, num_envs=session.run.env.num_envs, groups=run.env.groups)
-    mine = _local_env(replace(run, env=env), session.run)
+    # The seed of its envs and actions. The network is made from the run's: it may have parts that are not trained.
+    mine = replace(_local_env(replace(run, env=env), session.run), seed=session.connection.hello["run_id"] >> 33)
     # An env explores by its id among all envs of the run: the algorithm needs the run's number of envs.
     return replace(run, env=replace(mine.env, num_envs=run.env.num_envs)), mine

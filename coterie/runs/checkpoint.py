@@ -108,28 +108,26 @@ def _writing(root: Path) -> Iterator[None]:
         raise CoterieError(f"checkpoint in {root} cannot be written: {damage_of(error)}") from None
 
 
-def load(path: Path, seconds: float = 450.0) -> tuple[Tensors, dict[str, Any]]:
-    """Read a checkpoint and verify its checksums. If it is damaged the error names the newest intact one before it.
-    `seconds`: for the disk to answer.
+def load(path: Path, seconds: float = 450.0, ends: tuple[str, ...] = ("",)) -> tuple[Tensors, dict[str, Any]]:
+    """Read a checkpoint, or the tensors whose names have one of these `ends`, and verify the checksums of that. If it
+    is damaged the error names the newest intact one before it. `seconds`: for the disk to answer.
     """
-    return read(path, partial(_load, path, lambda state: ""), seconds)
+    return read(path, partial(_load, path, lambda state, name: name.endswith(ends)), seconds)
 
 
 def load_state(path: Path, seconds: float = 450.0, whole: bool = False) -> dict[str, Any]:
     """The state of a checkpoint, without its tensors. `whole`: verify every file, as `load` does."""
-    return read(path, partial(_load, path, lambda state: None, whole), seconds)[1]
+    return read(path, partial(_load, path, lambda *_: False, whole), seconds)[1]
 
 
-def _load(path: Path, folder: Callable[[Any], str | None], whole: bool = False) -> tuple[Tensors, dict[str, Any]]:
-    """The state, and the tensors in the folder that is chosen by it; None: no tensors."""
+def _load(path: Path, wanted: Callable[[Any, str], bool], whole: bool = False) -> tuple[Tensors, dict[str, Any]]:
+    """The state, and the tensors that are `wanted`, by the state and their names."""
     try:
         files = verify(path) if whole else read_manifest(path)
         state = json.loads(read_file(path, "state.json", files))
-        of = folder(state)
         # From bytes, not mapped: the tensors are used while this very checkpoint may be pruned or replaced.
-        inside = [] if of is None else [n for n in files if n.startswith(of)]
-        names = [n.removesuffix(".safetensors") for n in inside if n.endswith(".safetensors")]
-        return {n: from_bytes(read_file(path, f"{n}.safetensors", files)) for n in names}, state
+        names = [n.removesuffix(".safetensors") for n in files if n.endswith(".safetensors")]
+        return {n: from_bytes(read_file(path, f"{n}.safetensors", files)) for n in names if wanted(state, n)}, state
     except (*DAMAGE, SafetensorError) as error:
         older = sorted((p for p in _complete(path.parent) if _age(p) < _age(path)), key=_age, reverse=True)
         before = next(filter(is_intact, older), None)
@@ -239,7 +237,9 @@ def load_part(path: Path, rank: int, alike: bool, seconds: float) -> Part:
         return rank if rank in present else present[0]
 
     # Only that part: with many learners, all parts are much to read.
-    tensors, state = read(path, partial(_load, path, lambda state: f"learner_{whose(state)}/"), seconds)
+    tensors, state = read(
+        path, partial(_load, path, lambda state, name: name.startswith(f"learner_{whose(state)}/")), seconds
+    )
     one = whose(state)
     part = learner(tensors, one)
     return Part(part if one == rank else part | {"rng": {}}, state, path.name, one)  # each has other random numbers

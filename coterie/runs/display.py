@@ -115,7 +115,7 @@ class Display:
             self.starting.says = False
             self.starting.doing("")
         mean = status.get("mean_return")
-        due = status["env_steps"] * _POINTS // max(self.total, 1)
+        due = (status["env_steps"] - self.start_steps) * _POINTS // max(self.total - self.start_steps, 1)
         if mean is not None and math.isfinite(mean) and len(self.returns) <= due:
             self.returns.append(mean)
         now = time.monotonic()

@@ -30,7 +30,8 @@ def name_of(field: str, part: Part) -> str:
     """
     if isinstance(part, str):
         return part
-    if not isinstance(part, type) and (hasattr(part, "step") or hasattr(part, "forward")):
+    made = field != "callbacks" and not isinstance(part, type)
+    if made and (hasattr(part, "step") or hasattr(part, "forward")):
         kind, takes = type(part).__name__, "" if field == "env.id" else " *args"
         raise ConfigError(
             f"{field}: this is one {kind}, and a run makes its own; give the class, or lambda{takes}: {kind}(...)"

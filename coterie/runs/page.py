@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -32,7 +33,7 @@ class Page:
         with needs("log.wandb", "wandb"):
             import wandb
         self._others = {process.pid for process in _services()}  # of runs that are not Coterie's
-        # The id depends on the folder only, so that a resumed run continues its page.
+        # The id depends on the folder only, so that a resumed run continues its page. A site on Ray is given both.
         key = f"{folder.name}-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]}"
         log = config.log
         try:
@@ -43,8 +44,8 @@ class Page:
                 config=to_dict(config),
                 allow_val_change=True,  # a resumed run may have another total of env steps
                 dir=str(folder),
-                name=folder.name,
-                id=key,
+                name=os.environ.get("WANDB_NAME") or folder.name,
+                id=os.environ.get("WANDB_RUN_ID") or key,
                 resume="allow",
             )
             # Its own step count cannot go back, as the line of an evaluation and a resumed run do.

@@ -28,13 +28,16 @@ def silence() -> None:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Around imports that take long: no garbage is collected meanwhile, nor looked for later in what they have made."""
+    """Around the import of torch: no garbage is collected meanwhile, nor looked for later in what it has made."""
+    first, collecting = "torch" not in sys.modules, gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
-        gc.enable()
+        if first:
+            gc.freeze()
+        if collecting:
+            gc.enable()
 
 
 class Starting:

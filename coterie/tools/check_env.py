@@ -27,6 +27,7 @@ from coterie.envs.pool import PoolBackend, has_env
 from coterie.envs.spaces import leaf_of, leaf_spaces, random_actions
 from coterie.envs.vector import APART, make_together
 from coterie.plugins import Part, raised
+from coterie.presets.common import flat
 from coterie.runs.objects import name_of
 from coterie.tools.check_backend import Watched, observation, outside
 from coterie.types import MASK, ConfigError, CoterieError, counted, entries, one_line
@@ -42,13 +43,15 @@ _KNOWN = re.compile(
 
 
 def check_env(
-    env: Part, *, kwargs: str = "{}", steps: int = 1000, render: bool = False, backend: Part = "auto", num_envs: int = 4
-) -> list[str]:
+    env: Part, *, kwargs: str | dict[str, Any] = "{}", steps: int = 1000, render: bool = False, backend: Part = "auto",
+    num_envs: int = 4,
+) -> list[str]:  # fmt: skip
     """What to fix in an env, a line for each finding, after `steps` random steps. `env`, `kwargs` and `backend`: as in
     section env of a run; `num_envs`: of a vector env or the user's own backend. `render`: check the frames, too. Raises
     `ConfigError` where Coterie cannot use the env.
     """
-    asked = Env(name_of("env.id", env), name_of("env.backend", backend), num_envs, kwargs=kwargs)
+    text = flat({"env.kwargs": kwargs})["env.kwargs"]
+    asked = Env(name_of("env.id", env), name_of("env.backend", backend), num_envs, kwargs=text)
     return _check(asked, steps, render)[0]
 
 

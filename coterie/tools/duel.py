@@ -31,15 +31,15 @@ def frozen(folder: Path, name: str) -> Any:
     """The `Policy` of the run that `folder` is in, with the weights of this member of the pool."""
     from safetensors.torch import load_file
 
-    from coterie.build.evaluate import load
+    from coterie.build.evaluate import policy_of
+    from coterie.runs.trust import open_run
 
     if not (weights := folder / f"{name}.safetensors").exists():
         replay = "; a replay can end before that game (--to) or begin with a later life (--from)"
         hint = replay if REPLAYED in os.environ else ""
         raise ConfigError(f"the opponent {name} has left the pool of {folder.parent}{hint}")
-    policy = load(folder.parent, trust=True)  # the run that plays
-    policy.model.load_state_dict(load_file(weights))
-    return policy
+    config = open_run(folder.parent, trust=True)  # the run that plays
+    return policy_of(folder.parent, config, load_file(weights), int(name), weights)
 
 
 def _batched(obs: Any) -> Any:

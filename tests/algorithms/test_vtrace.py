@@ -175,8 +175,8 @@ def test_the_effective_sample_size_is_that_of_the_valid_rows_and_a_small_one_is_
     for _ in range(120):
         watched = measure.watch(log_ratio, bar=1.0)
         loss = combine({"none": (0.0, torch.zeros(6, 4))}, watched, valid, valid.numel()).metrics
-        metrics = {k: float(x) for k, x in loss.items()}
-        batch: Any = SimpleNamespace(metrics=metrics, count=valid.numel(), valid=int(valid.sum()))
+        metrics = {k: float(x) * valid.numel() / int(valid.sum()) for k, x in loss.items()}  # as `Gradients` does
+        batch: Any = SimpleNamespace(metrics=metrics)
         measure.measure(batch)
         said += [line] if (line := measure.warning()) else []
     assert batch.metrics["ess"] == pytest.approx(float(weight.sum() ** 2 / (weight**2).sum()) / len(weight), rel=1e-4)

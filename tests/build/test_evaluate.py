@@ -148,8 +148,8 @@ def test_watch_writes_a_video_of_real_frames(tmp_path, env, size, monkeypatch):
 def test_watch_draws_a_vector_env_that_gymnasium_can_make_alone_and_refuses_others(tmp_path):
     changes = {"env.num_envs": 2, "env.backend": "vector", "algo.unroll_length": 8, "ppo.batch_size": 0}
     changes |= {"ppo.minibatch_size": 16, "steps": 20}
-    for name, env in (("id", "CartPole-v1"), ("class", CartPoleVectorEnv)):
-        coterie.train(small_ppo(tmp_path / name, env=env, **changes), quiet=True)
+    for name, env, kwargs in (("id", "CartPole-v1", {"vectorization_mode": "sync"}), ("class", CartPoleVectorEnv, {})):
+        coterie.train(small_ppo(tmp_path / name, env=env, **changes, **{"env.kwargs": kwargs}), quiet=True)
     assert watch(tmp_path / "id")[2] > 5
     with pytest.raises(ConfigError, match=r"^env\.backend: frames cannot be drawn with vector"):
         watch(tmp_path / "class")

@@ -25,6 +25,13 @@ def test_the_page_of_troubleshooting_quotes_a_refusal_as_it_is(changes):
     assert f"| `{error.value}` |" in TROUBLESHOOTING.read_text()
 
 
+def test_a_network_without_noisy_layers_is_refused_with_q_noisy(monkeypatch):
+    monkeypatch.syspath_prepend(str(TROUBLESHOOTING.parents[2] / "examples"))
+    config = presets.dqn("CartPole-v1", **{"model.network": "networks:Simba", "q.noisy": True})
+    with pytest.raises(ConfigError, match=r"^q\.noisy: model\.network has no NoisyLinear"):
+        validity.check(resolve_config(config), make_spec(config.env, config.atari))
+
+
 @pytest.mark.parametrize("more", [["--decoupled.lockstep", "True"], ["--algorithm", "vtrace"],
                                   ["--algorithm", "ppo", "--ppo.proximal", "True"]])  # fmt: skip
 def test_what_the_refusal_of_actors_with_older_weights_offers_is_possible(more):

@@ -124,14 +124,17 @@ ATARI, MLP, NET = "one of EnvPool's Atari games", "the torso mlp", "tests.suppor
         (("ppo", "--atari.stack", "2", "--ppo.clip", "0.1", "--model.hidden", "32"), {"atari.stack": ATARI}),
         (("ppo", "--env", "Pong-v5", "--atari.stack", "2", "--model.hidden", "32"), {"model.hidden": MLP}),
         (("ppo", "--env", "Pong-v5", "--model.activation", "relu", "--model.torso", "mlp"), {}),
-        (
-            ("ppo", "--model.network", NET, "--model.core", "lstm"),
-            {"model.core": "no model.network"},
-        ),
+        (("ppo", "--model.network", NET, "--model.core", "lstm"), {"model.core": "no model.network"}),
         (("ppo", "--model.network", NET, "--model.core-size", "8", "--model.hidden", "8", "--env", "Pong-v5"), {}),
         (("ppo", "--model.core", "tests.support.networks:Leaky", "--model.forget-bias", "2"), {}),
         (("ppo", "--optim.alpha", "0.9", "--optim.beta1", "0.8"), {"optim.alpha": "optim.rule rmsprop or rmsprop_tf"}),
-        (("ppo", "--algorithm", "coterie.algorithms.ppo:PPO", "--q.n-step", "2"), {}),  # which may use it
+        (
+            ("ppo", "--algorithm", "coterie.algorithms.ppo:PPO", "--q.n-step", "2", "--gossip.tau", "0"),
+            {"gossip.tau": "gossip"},  # it may use the other
+        ),
+        (("ppo", "--log.cosines", "9", "--learners", "1"), {"log.cosines": "several learners"}),
+        (("ppo", "--env.timeout", "9", "--env", "Pong-v5"), {"env.timeout": "envs in worker processes"}),
+        (("ppo", "--env.backend", "vector", "--env.threads", "2"), {"env.threads": "envs that run apart"}),
         (
             ("appo", "--ppo.batch-size", "2048", "--algo.unroll-length", "64"),
             {"algo.unroll-length": "ppo.batch_size 0"},

@@ -23,12 +23,7 @@ CASES = {
     "image": (BYTES, np.zeros((2, 2, 1), np.uint8), 0.0, r"has shape \(2, 2, 1\), and its space \(2, 2, 3\)"),
     "floats for bytes": (BYTES, np.full((2, 2, 3), 0.5), 0.0, "numbers that its space's uint8 cannot hold: 0.5 to 0.5"),
     "large for bytes": (BYTES, np.full((2, 2, 3), 1000), 0.0, "its space's uint8 cannot hold: 1000 to 1000"),
-    "discrete": (
-        spaces.Discrete(4),
-        7,
-        0.0,
-        r"is not in its space: ValueError: 7 is no integer from 0 to 3",
-    ),
+    "discrete": (spaces.Discrete(4), 7, 0.0, r"is not in its space: ValueError: 7 is no integer from 0 to 3"),
     "several for one": (spaces.Discrete(4), np.array([1, 2]), 0.0, r"has shape \(2,\), and its space \(\)"),
     "one for several": (
         spaces.Box(-1, 1, (3,), np.float64),

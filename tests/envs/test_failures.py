@@ -131,6 +131,16 @@ def test_an_env_that_raises_can_be_replaced_and_its_traceback_comes_once(tmp_pat
     assert "in __init__\n" in caught.value.trace
 
 
+def test_an_env_that_was_edited_since_it_was_described_is_refused(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "edited.py").write_text("from coterie.envs.testing import CountingEnv as Edited\n")
+    worker_declared(config.Env(id="edited:Edited"))
+    (tmp_path / "edited.py").write_text("from coterie.envs.testing import Catch as Edited\n")
+    says = r"^env.id 'edited:Edited': its spaces differ from those read at the start, Box\(.* now: restart Python"
+    with make("edited:Edited", 1) as envs, pytest.raises(CoterieError, match=says):
+        envs.recv(0)
+
+
 def test_an_exception_of_the_constructor_has_its_traceback():
     with pytest.raises(CoterieError, match=r"RuntimeError: this env cannot be made \(.*flaky\.py, line") as caught:
         make(FLAKY, 1, kwargs={"how": "construct"})

@@ -36,7 +36,7 @@ class Task(gymnasium.Env):
     def step(self, action):
         assert 0 <= action < self.n, action
         self.t += 1
-        return np.full(3, self.t / 5, np.float32), self.pay * float(action == 1), self.t == 5, False, {}
+        return np.full(3, self.t / 5, np.float32), self.pay * float(action == 1), self.t == 5, False, {"pays": self.pay}
 
 
 def two():
@@ -73,6 +73,7 @@ def test_a_policy_learns_two_tasks_and_reports_the_return_of_each(both, tmp_path
     result = json.loads(capsys.readouterr().out)
     assert [(t["env"], t["mean_return"]) for t in result["tasks"]] == [("toy_tasks:two", 5.0), ("toy_tasks:five", 50.0)]
     assert result["mean_return"] == result["score"] == 27.5
+    assert result["info"] == {"pays": 5.5}
     assert main(["eval", str(out), "--episodes", "4"]) == 0
     assert f"{both}: mean of the returns: 27.5 (8 episodes, greedy, " in capsys.readouterr().out
     assert main(["resume", str(out), "--steps", "8500"]) == 0

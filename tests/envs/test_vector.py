@@ -6,6 +6,7 @@ import json
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,12 @@ NO_VECTOR = "env.backend vector needs a VectorEnv, made with num_envs; for a sin
 
 def one(num_envs: int) -> Catch:
     return Catch()
+
+
+def plain(num_envs: int, **kwargs: Any) -> Any:
+    """No `VectorEnv`, with what the guide says that it needs."""
+    env, names = vectors.Counting(num_envs, **kwargs), ["num_envs", "metadata", "reset", "step", "close"]
+    return SimpleNamespace(**{k: getattr(env, k) for k in (*names, "single_observation_space", "single_action_space")})
 
 
 def refused(says: str) -> Any:
@@ -66,8 +73,9 @@ def test_texts_of_gymnasiums_own_are_those_of_each_episode(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["NextStep", "Disabled"])
 @pytest.mark.parametrize("kind", ["numpy", "torch", "dlpack"])
-def test_every_step_of_another_is_aligned(mode: str, kind: str) -> None:
-    with make(COUNTING, 3, backend="vector", kwargs={"mode": mode, "kind": kind}) as envs:
+@pytest.mark.parametrize("env", [COUNTING, f"{__name__}:plain"])
+def test_every_step_of_another_is_aligned(mode: str, kind: str, env: str) -> None:
+    with make(env, 3, backend="vector", kwargs={"mode": mode, "kind": kind}) as envs:
         seen = play(envs, 60)
     check_counting(seen, seen.obs, clipped(seen.action), 5)
 
@@ -118,6 +126,8 @@ def test_a_mask_in_the_observation_is_respected(tmp_path: Any) -> None:
     """`Masked` raises at an illegal choice."""
     config = run_of(MASKED, out=str(tmp_path / "run"), **{"env.num_envs": 3})
     assert coterie.train(config, quiet=True)["status"] == "finished"
+    with refused("^env.max_episode_steps, or eval's: TypeError: "):  # before it trains
+        coterie.train(run_of(out=str(tmp_path / "limited"), **{"eval.max_episode_steps": 9}), quiet=True)
 
 
 def cut(num_envs: int) -> Any:
@@ -155,12 +165,10 @@ def test_an_env_with_a_nan_is_restarted_alone_where_that_can_be(kind: str) -> No
         ({"id": "pettingzoo/classic/rps_v2"}, f"env.id 'pettingzoo/classic/rps_v2': {NO_VECTOR}"),
         ({"backend": COUNTING}, "env.backend .*:Counting: it is not a Backend; envs go to env.id, a VectorEnv with"),
         ({"backend": "auto"}, "env.id .*:Counting': it is a VectorEnv: set env.backend to vector"),
-        (
-            {"kwargs": '{"lacks": "envs"}'},
-            "env.num_envs: .*:Counting has 0 envs instead of 1",
-        ),
+        ({"kwargs": '{"lacks": "envs"}'}, "env.num_envs: .*:Counting has 0 envs instead of 1"),
         ({"kwargs": '{"lacks": "mode"}'}, r"metadata\['autoreset_mode'\] is None, not an AutoresetMode"),
         ({"kwargs": '{"size": 1}'}, "env.kwargs: TypeError: .*unexpected keyword argument 'size'"),
+        ({"max_episode_steps": 9}, "env.max_episode_steps, or eval's: TypeError: .*unexpected keyword argument"),
         ({"on_error": "replace"}, "env.on_error: must be fail; env.backend vector steps all envs together"),
         ({"action_repeat": 2}, "env.action_repeat: must be 1; env.backend vector steps all envs together"),
         ({"decorrelate": 9}, "env.decorrelate: must be 0; env.backend vector steps all envs together"),

@@ -13,7 +13,7 @@ import zlib
 import pytest
 
 from coterie.flight import record
-from coterie.flight.record import MAGIC, FlightRecorder, lives, path_of, read_life
+from coterie.flight.record import MAGIC, FlightRecorder, lives, next_life, path_of, read_life
 from coterie.types import ConfigError
 from tests.support.waiting import wait_until
 
@@ -38,6 +38,14 @@ def test_events_are_read_back_in_their_order(tmp_path, monkeypatch, every):
     life = read_life(write(tmp_path, events))
     assert (life.header, life.events, life.end) == (HEADER, [*events, ["end", ""]], "")
     assert life.of("rollout") == [event[1:] for event in events]
+
+
+def test_a_life_begins_without_the_records_of_what_came_after_its_checkpoint(tmp_path):
+    (tmp_path / "flight").mkdir()
+    for name in ("learner_0.life_0", "learner_0.life_1.tail", "worker_0_1.life_1", "learner_1.life_1002"):
+        (tmp_path / "flight" / name).touch()
+    assert next_life(tmp_path, 1) == 1
+    assert [path.name for path in (tmp_path / "flight").iterdir()] == ["learner_0.life_0"]
 
 
 def test_a_record_without_an_end_has_all_that_was_noted(tmp_path):

@@ -10,7 +10,9 @@ from functools import partial
 import pytest
 import torch
 
+from coterie.acting.child_processes import WorkerReport
 from coterie.cli.main import main
+from coterie.envs.news import EnvNews, Means
 from coterie.launch.ledger import Ledger
 from coterie.parallel.board import Board
 from coterie.parallel.slots import Slots
@@ -99,6 +101,24 @@ def test_rows_of_an_actor_killed_at_its_slot_are_dropped_only_if_they_were_not_h
     ledger.lose_actor(1, slots.delivered(0))
     left = 100 if handed_over else 90
     assert (ledger.dropped, board.read(1)["produced"], board.read(1)["delivered"]) == (100 - left, left, left)
+
+
+def test_stages_grow_by_what_each_process_reports_though_it_starts_again():
+    ledger = Ledger(make_config(), VECTOR, Board(1, 2), None, 0)
+    for row, seconds in [(1, 10.0), (2, 10.0), (2, 12.0), (0, 0.0), (2, 1.0)]:
+        if row:
+            ledger.take_acted(row, WorkerReport({"actor/env": seconds}, 1e9, None, EnvNews([], Means()), []))
+        else:
+            ledger.lose_actor(2)
+    assert ledger.stages == {"actor/env": (10 + 12 + 1) / 2}
+
+
+def test_a_checkpoint_keeps_how_many_envs_actors_have_replaced():
+    board = Board(1, 2)
+    for row in range(3):
+        board.write(row, {"replaced": 2})
+    state = Ledger(make_config(), VECTOR, board, None, 0).state([board.read(0)], last=False)
+    assert state["learners"][0]["replaced"] == 6
 
 
 @pytest.mark.parametrize(("acting", "name"), [("decoupled", "actor"), ("central", "host")])

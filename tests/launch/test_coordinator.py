@@ -19,7 +19,7 @@ from coterie.build.evaluate import Scores
 from coterie.envs.news import EnvNews, Means
 from coterie.launch import coordinator, retries
 from coterie.launch.coordinator import Coordinator
-from coterie.parallel.board import EVALUATE, SAVE, Board
+from coterie.parallel.board import EVALUATE, LAST, SAVE, Board
 from coterie.roles.entry import LearnerReport, Saved
 from coterie.runs import checkpoint
 from coterie.runs.metrics import read_metrics
@@ -77,11 +77,19 @@ def test_an_evaluation_is_due_once_for_each_stretch_of_steps(run: Coordinator) -
     assert run.order is None
     assert evaluations(run) == [5.0]
     assert run.next_eval == 4000
-    best = checkpoint.best(run.root)
-    assert best is not None
-    assert best.name == f"step_{3200:012d}"
+    assert checkpoint.best(run.root) == run.root / f"step_{3200:012d}"
     learn(run, 1900)
     assert run.order is None
+
+
+def test_the_evaluation_that_falls_due_at_the_end_is_made_before_the_last_order(run: Coordinator) -> None:
+    run.idle.add(1)
+    learn(run, 600)
+    run.receive(0, "idle", None)
+    scores(run, 5.0, run.board.order[0])
+    for rank in range(2):
+        save(run, rank, 600)
+    assert (evaluations(run), run.board.order[1]) == ([5.0], SAVE | LAST)
 
 
 def test_an_evaluation_whose_learner_dies_is_made_again_and_its_late_score_is_not_taken(run: Coordinator) -> None:

@@ -211,6 +211,22 @@ def test_a_custom_torso_is_named_by_module_and_callable():
     assert model.policy.in_features == 6
 
 
+def make_core(size: int, config: Model) -> torch.nn.Module:
+    """A core that leaves the dtype of its input as it is."""
+    core = torch.nn.Linear(size, 6)
+    core.forward = lambda x, is_first, state: (torch.nn.Linear.forward(core, x), state)  # type: ignore[method-assign]
+    core.size, core.initial_state = 6, lambda batch: torch.zeros(batch, 1)  # type: ignore[assignment]
+    return core
+
+
+def test_a_custom_core_acts_in_float32_behind_a_torso_in_bf16():
+    model = Network(IMAGE, Model(torso="auto", core="tests.models.test_models:make_core"))
+    twin, _ = acting_copy(model, torch.bfloat16)
+    seen = Inputs(*(x[0] for x in inputs_of(make_rollout(IMAGE, 1, 5), 1)))
+    with torch.inference_mode():
+        assert twin(seen, twin.initial_state(5))[0].dtype == torch.float32
+
+
 def test_acting_copy_follows_the_weights_only_when_refreshed():
     model = Network(IMAGE, Model(torso="auto"))
     params = FlatParams(model)

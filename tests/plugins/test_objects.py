@@ -15,6 +15,7 @@ import pytest
 from torch import nn
 
 import coterie
+from coterie import Callback
 from coterie.cli.main import main
 from coterie.envs.testing import CountingEnv
 from coterie.plugins import label, named
@@ -45,6 +46,16 @@ def from_file(path):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_a_callback_may_be_an_object_with_a_step():
+    class Counts(Callback):
+        step = 0
+
+    one = Counts()
+    assert named("callbacks", name_of("callbacks", one)) is one
+    with pytest.raises(ConfigError, match="this is one Counts"):
+        name_of("env.backend", one)
 
 
 def test_every_kind_of_object_is_made_in_another_process_of_this_user(tmp_path, monkeypatch):

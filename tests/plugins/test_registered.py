@@ -11,14 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from coterie import presets
+from coterie import choices, presets
 from coterie.acting.table import ACTING
+from coterie.algorithms.table import algorithm_class
 from coterie.cli.main import main
 from coterie.config import Config
+from coterie.envs.workers import worker_declared
 from coterie.exchange.table import EXCHANGES
 from coterie.plugins import named
 from coterie.runs.config_io import replace as changed
 from coterie.tools.plan.services import save
+from coterie.types import ConfigError, CoterieError
 from tests.plugins.page import train, write_files
 from tests.support.commands import coterie
 from tests.support.options import parse_cli
@@ -113,7 +116,7 @@ def test_registered_parts_train_and_resume_in_processes_of_their_own(tmp_path):
                 ("Dropping", "model: two passes over the same rows differ; dropout, for example, is not supported"),
             )
         ),
-        (("--algorithm", "mine"), "algorithm: 'mine' is not one of a2c, ppo"),
+        (("--algorithm", "mine"), "package.module:Class, or a module of plugins.modules registers it"),
         (("--acting", "other"), "acting: 'other' is not one of inline, decoupled, central"),
         (("--exchange", "other"), "exchange: 'other' is not one of solo, allreduce, hogwild, store, gossip"),
         (("--plugins.modules", "nowhere"), "plugins.modules: cannot import 'nowhere': No module named 'nowhere'"),
@@ -141,8 +144,25 @@ def test_a_part_that_cannot_be_used_is_one_line_and_leaves_nothing(tmp_path, mon
 def test_an_error_in_a_users_module_is_shown_whole(tmp_path, monkeypatch):
     (tmp_path / "broken.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ZeroDivisionError):
-        named("plugins.acting", "broken:Any")
+    for field, use in (
+        ("plugins.acting", lambda field: named(field, "broken:Any")),
+        ("plugins.modules", lambda field: algorithm_class(changed(Config(), {field: ("broken",)}))),
+        ("env.id", lambda field: worker_declared(changed(Config(), {field: "broken:Any"}).env)),
+    ):
+        with pytest.raises(
+            CoterieError, match=rf"^{field}: cannot import 'broken.*': ZeroDivisionError: .*line 1"
+        ) as e:
+            use(field)
+        assert "1 / 0" in e.value.trace
+
+
+def test_a_part_is_registered_once_and_its_module_takes_the_place_of_the_script(monkeypatch):
+    monkeypatch.setattr(choices, "_MODULES", {"mine": "__main__"})
+    table = choices.Choices(mine=1, ppo=2)
+    (lambda: choices.register(table, "mine", 3))()
+    assert (table["mine"], choices._MODULES) == (3, {"mine": __name__})
+    with pytest.raises(ConfigError, match=r"^'ppo' is registered already$"):
+        (lambda: choices.register(table, "ppo", 4))()
 
 
 @pytest.mark.parametrize("part", ["acting", "exchange"])

@@ -21,13 +21,15 @@ LAYOUT = message_layout(SIZE, 1)
 
 
 class HubRun:
-    """A run with one learner, to which others connect."""
+    """A run with one learner, to which others connect. `begun`: the learner has started."""
 
-    def __init__(self, address: str, trained: bool = False, **changes: Any) -> None:
+    def __init__(self, address: str, begun: bool = True, **changes: Any) -> None:
         self.memory, [self.learner] = linked(1, np.eye(1, 4))
         config = make_config(**{"exchange": "gossip", "gossip.bind": address, **changes})
-        self.hub = GossipHub(config, 1, Net(DIGEST, SIZE, 1), trained=trained)
+        self.hub = GossipHub(config, 1, Net(DIGEST, SIZE, 1))
         self.hub.start(self.memory)
+        if begun:
+            self.learner.__enter__()
 
     @property
     def present(self) -> list[int]:

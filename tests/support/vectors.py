@@ -33,13 +33,7 @@ class Counting(VectorEnv[Any, Any, Any]):
     again ("later"), or the shape of the rewards ("reward") or flags ("flags"); or bytes, which its space has."""
 
     def __init__(
-        self,
-        num_envs: int,
-        mode: str = "NextStep",
-        kind: str = "numpy",
-        lacks: str = "",
-        nan: int = 0,
-        length: int = 5,
+        self, num_envs: int, mode: str = "NextStep", kind: str = "numpy", lacks: str = "", nan: int = 0, length: int = 5
     ) -> None:
         self.num_envs, self.mode, self.kind, self.lacks, self.nan = num_envs, AutoresetMode(mode), kind, lacks, nan
         self.num_envs -= lacks == "envs"

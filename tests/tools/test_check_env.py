@@ -65,7 +65,7 @@ class Faulty(CountingEnv):
 )
 def test_a_fault_is_named(fault, says):
     assert coterie.check_env(Faulty, steps=60) == []
-    found = coterie.check_env(lambda: Faulty(fault), steps=60)
+    found = coterie.check_env(Faulty, kwargs={"fault": fault}, steps=60)
     assert [line for line in found if line.startswith(says)], found
     assert [line for line in found[1:] if not line.startswith("gymnasium: ")] == []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from coterie.acting.table import acting_kind
 from coterie.algorithms.table import algorithm_class
@@ -23,6 +24,10 @@ from coterie.wire.keys import token_file
 
 _LINKS = [setting for kind in EXCHANGES.values() for setting in kind.link_settings("", "", 0).items()]
 _ADDRESSES = ("wire.bind", *(name for name, value in _LINKS if value == ""))
+_SCHEDULES = ("optim.schedule", "algo.entropy_schedule", "ppo.clip_schedule")
+_OF_ALL = (  # settings that count env steps, or episodes, of all learners
+    "q.epsilon_steps", "replay.capacity", "eval.every", *(f"{x}.{y}" for x in _SCHEDULES for y in ("at", "warmup")),
+)  # fmt: skip
 _NOT_PASSED_ON = ("id", "num_envs", "threads", "delay_learner")  # of `env`: passed separately, or unused by a worker
 
 
@@ -97,6 +102,8 @@ def allocate(config: Config, machines: list[Machine], sites: int = 0) -> Allocat
     for name in _ADDRESSES:
         if get(config, name):
             raise ConfigError(f"{name}: must be empty with launch ray, which connects the machines itself")
+    if config.log.checkpoint_on_warning and not sites:
+        raise ConfigError("log.checkpoint_on_warning: cannot be used with launch ray")
     gpus = config.device != "cpu" and exchange_kind(config).on_gpu and any(m.gpus for m in machines)
     # A stable order: this machine is the first among equals.
     ordered = sorted(machines, key=lambda m: -m.gpus) if gpus else machines
@@ -126,10 +133,11 @@ def allocate(config: Config, machines: list[Machine], sites: int = 0) -> Allocat
     if acts_elsewhere(config):
         actors = _actors(config, learners, sum(max(0, n) for n in free.values()))
         config, width = replace(config, actors=actors), num_envs * learners // actors
+        owners = [site.site for site in found for _ in range(site.learners)]  # each learner has as many workers
         for i in range(actors - learners * beside):
             machine = max(machines, key=lambda m: free[m.id])
             free[machine.id] -= 1
-            workers.append(Worker("actor" if beside else "envs", i, i % count, machine))
+            workers.append(Worker("actor" if beside else "envs", i, owners[i % learners], machine))
     if min(free.values()) < 0 and not sites:  # a resumed run's parts wait for their places
         need = sum(site.cpus for site in found) + len(workers)
         raise ConfigError(
@@ -204,9 +212,14 @@ def site_config(
     elif config.actors != "auto":
         config = replace(config, actors=config.actors * learners // all_learners)
     if len(allocation.sites) > 1:
+
+        def share(n: Any) -> Any:
+            return list(map(share, n)) if isinstance(n, tuple) else -(-n * learners // all_learners)
+
         at = join(hub[0], hub[1] + allocation.sites[0].learners)
         bind, connect = ("", at) if k else (at, "")
-        config = changed(config, exchange_kind(config).link_settings(bind, connect, len(allocation.sites)))
+        link = exchange_kind(config).link_settings(bind, connect, len(allocation.sites))
+        config = changed(config, link | {name: share(get(config, name)) for name in _OF_ALL})
     return replace(
         config,
         launch="local",

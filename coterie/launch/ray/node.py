@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,6 +55,7 @@ class Node:
         self.process: subprocess.Popen[bytes] | None = None
         self.mirror: Mirror | None = None
         self.printed, self.last_line = 0, ""
+        self.wandb: dict[str, str] = {}  # variables that name the page of a site, wherever it runs
 
     def ask(self, method: str, *args: Any) -> Any:
         """Call the board. Without an answer this process ends, its watchdog ends the command, and Ray runs the part
@@ -79,6 +82,8 @@ class Node:
                 self.ask("publish", part.site, address)
             while not (orders := self._wait_for_peer(part)).stop:
                 if isinstance(part, Site):
+                    if not self._fetch(part):
+                        break
                     if not self._start_site(part, address, orders.terms, target):
                         return Outcome(0, "")
                 else:
@@ -107,23 +112,35 @@ class Node:
                 return orders
             time.sleep(_POLL_S)
 
-    def _start_site(self, site: Site, address: Address, terms: Terms, target: int) -> bool:
-        """Start a site from its last checkpoint in the storage; False if that has reached the target."""
-        assert terms.peer is not None
+    def _fetch(self, site: Site) -> bool:
+        """Get a site's files from the storage, however long that takes; False once the site is to stop."""
         self.end()
-        url = site_url(self.storage, site.site)
         shutil.rmtree(self.run_folder, ignore_errors=True)
         if not Mirror(self.here, self.storage).has("config.json"):
             raise CoterieError(
                 f"ray.storage: {socket.gethostname()} does not see {self.storage}; put the run folder on a file system "
                 "that all machines mount, or give a URL that fsspec accepts"
             )
-        Mirror(url, self.run_folder, skip=("sites", "summary.json", *OF_THE_RUN)).update()
+        skip = ("sites", "summary.json", *OF_THE_RUN)
+        self.mirror = Mirror(site_url(self.storage, site.site), self.run_folder, skip)
+        fetch = ThreadPoolExecutor(1).submit(self.mirror.update)
+        while not wait([fetch], _POLL_S).done:
+            if self.ask("report", site, []).stop:
+                return False
+        fetch.result()
+        return True
+
+    def _start_site(self, site: Site, address: Address, terms: Terms, target: int) -> bool:
+        """Start a site from its last checkpoint, which it has fetched; False if that has reached the target."""
+        assert terms.peer is not None
         root = self.run_folder / "checkpoints"
         if checkpoint.env_steps(root) >= target:
             return False
         config = site_config(self.allocation, site, address, terms.peer, bool(terms.keys), target)
         files = {"config.json": json.dumps(to_dict(config)).encode(), **terms.keys}
+        url = site_url(self.storage, site.site)
+        page = Path(self.storage).name + (f"-site-{site.site}" if site.site else "")
+        self.wandb = {"WANDB_NAME": page, "WANDB_RUN_ID": f"{page}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"}
         self.mirror = Mirror(self.run_folder, url, skip=() if site.site else OF_THE_RUN)
         self.mirror.remove("summary.json")  # of an earlier start
         # --trust: the process that started the run has checked its config.
@@ -159,9 +176,8 @@ class Node:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                cwd=self.here,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(x for x in sys.path if x)},  # of code that Ray brought
-            )
+                env={**os.environ, **self.wandb, "PYTHONPATH": os.pathsep.join(x for x in sys.path if x)},
+            )  # in Ray's folder, with the code that Ray brought
         self.printed = 0
 
     def _follow(self, part: Part, terms: Terms) -> tuple[int, bool]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie import __version__
+from coterie.build.warm_start import source_of
 from coterie.config import Config
 from coterie.launch.ray.allocation import Allocation, Part, Site, Worker, allocate, targets
 from coterie.launch.ray.cluster import Board, Cluster
@@ -25,7 +26,8 @@ from coterie.launch.ray.storage import Storage
 from coterie.parallel.clock import awake
 from coterie.parallel.signals import on_signals
 from coterie.runs import checkpoint
-from coterie.runs.config_io import save_config
+from coterie.runs.config_io import get, save_config
+from coterie.runs.config_io import replace as changed
 from coterie.runs.files import sole_writer, write_whole, writing
 from coterie.runs.metrics import clean
 from coterie.runs.starting import Starting
@@ -38,7 +40,11 @@ _LOST_S = 600.0  # without a report of learners, before the run fails
 _STOP_S = STORED_S + ENDED_S + 60.0  # for sites to write a checkpoint and store it when another one has failed
 _LEAVE_S = 20.0  # for workers to shut down at the end
 
-_SUMMED = ("env_steps", "env_frames", "learner_steps", "samples_trained", "episodes", "masked_steps")
+_SUMMED = (  # over the sites: totals, and numbers by name
+    "env_steps", "env_frames", "learner_steps", "samples_trained", "episodes", "masked_steps", "env_steps_per_s",
+    "envs_replaced", "skipped_batches", "restarts",
+)  # fmt: skip
+_SUMMED_BY_NAME = ("rows", "policy_lag", "chaos")
 
 
 def run_on_ray(config: Config, folder: Path, resumed: bool, starting: Starting, held: ExitStack) -> dict[str, Any]:
@@ -50,6 +56,7 @@ def run_on_ray(config: Config, folder: Path, resumed: bool, starting: Starting, 
     cluster = Cluster(config.ray)
     try:
         sites = 1 + len(list(folder.glob("sites/*"))) if resumed else 0
+        config = config if resumed else _from_anywhere(config)
         allocation = allocate(config, cluster.machines, sites)
         if not resumed:
             held.enter_context(sole_writer(folder, new=True))
@@ -83,8 +90,20 @@ def run_on_ray(config: Config, folder: Path, resumed: bool, starting: Starting, 
         cluster.close()
 
 
+def _from_anywhere(config: Config) -> Config:
+    """With the paths of a new run's files, whatever folder its sites start in. All begin with the same weights."""
+    paths = {name: str(Path(path).absolute()) for name in ("bc.dataset", "replay.disk") if (path := get(config, name))}
+    if not Path(config.bc.dataset).is_dir():  # its name at Minari
+        paths.pop("bc.dataset", None)
+    if config.init_from:
+        paths["init_from"] = str(source_of(Path(config.init_from)))
+    return changed(config, paths)
+
+
 def sum_up(folders: list[Path]) -> dict[str, Any]:
-    """The sites' summaries in one. Of a site without a summary, such as a lost one, its last checkpoint is counted."""
+    """The sites' summaries in one, as far as they can be summed up; `sites` has the rest. Of a site without a summary,
+    such as a lost one, its last checkpoint is counted.
+    """
     found, missing, steps = list[dict[str, Any]](), list[str](), 0
     for k, folder in enumerate(folders):
         try:
@@ -97,12 +116,13 @@ def sum_up(folders: list[Path]) -> dict[str, Any]:
         return {"env_steps": steps, "mean_return": None, "rows": {}}
     total: dict[str, Any] = dict(found[0])
     if len(folders) > 1:
-        total |= {key: sum(one[key] for one in found) for key in _SUMMED}
-        total["rows"] = {key: sum(one["rows"][key] for one in found) for key in total["rows"]}
-        total["env_steps_per_s"] = sum(one["env_steps_per_s"] for one in found)
+        total = {key: sum(one.get(key, 0) for one in found) for key in _SUMMED if any(key in one for one in found)}
+        for key in _SUMMED_BY_NAME:
+            if names := dict.fromkeys(name for one in found for name in one.get(key, ())):
+                total[key] = {name: sum(one.get(key, {}).get(name, 0) for one in found) for name in names}
         means = [one["mean_return"] for one in found if one["mean_return"] is not None]
         total["mean_return"] = sum(means) / len(means) if means else None
-        total["seconds"] = max(one["seconds"] for one in found)
+        total |= {key: max(one[key] for one in found) for key in ("seconds", "policy_lag_max") if key in found[0]}
         total["sites"] = found
     if missing:
         total["env_steps"] += steps
@@ -215,7 +235,7 @@ class RayRun:
         for line in self.storage.poll():
             self.say(line)
         for part in self.pending.values():
-            self._check_silence(part, silent.get(part.name, awake() - self.begin))
+            self._check_silence(part, silent.get(part.name))
         for call in ready:
             part = self.pending.pop(call)
             outcome: Outcome = self.cluster.result(part.name, call)
@@ -226,12 +246,15 @@ class RayRun:
             if outcome.code == 1:
                 raise CoterieError(said)
 
-    def _check_silence(self, part: Part, seconds: float) -> None:
+    def _check_silence(self, part: Part, silent: float | None) -> None:
+        """`silent`: for how many seconds it has not reported; None: it never has."""
+        seconds = awake() - self.begin if silent is None else silent
         before, self.silent[part.name] = self.silent.get(part.name, 0.0), seconds
         if isinstance(part, Site) and seconds > _LOST_S and not self.stopping:
             raise CoterieError(f"ray: no report of {part.name} for {_LOST_S:.0f} s; {self.cluster.free()}")
         if before < _WARN_S <= seconds:
-            self.say(f"{part.name}: not scheduled yet, no report for {_WARN_S:.0f} s; {self.cluster.free()}")
+            waits = "not scheduled yet, " if silent is None else ""
+            self.say(f"{part.name}: {waits}no report for {_WARN_S:.0f} s; {self.cluster.free()}")
 
     def close(self) -> dict[str, int]:
         """End the storage's last updates, and count machines and restarts."""

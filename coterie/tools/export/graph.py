@@ -54,15 +54,17 @@ class Graph(nn.Module):
         self.inputs = [Port(obs_name(k), s.shape, s.dtype, "observation") for k, s in model.spec.obs.items()]
         self.outputs = [
             Port("action", actions.shape, action.dtype, "the best action, as the env takes it"),
-            Port("value", (), "float32", "the expected return, of rewards as in training"),
         ]
+        if not model.squashes:  # SAC's policy has no value
+            self.outputs.append(Port("value", (), "float32", "the expected return, of rewards as in training"))
         if model.q is not None:
             self.outputs.append(Port("q_values", (size,), "float32", "the expected return of each action"))
         elif action.sizes:
             logits = "of each action" if action.kind == "categorical" else "of each component's choices, side by side"
             self.outputs.append(Port("logits", (size,), "float32", f"unnormalized log-probabilities {logits}"))
         if action.low:
-            text, shape = "of a normal distribution, before clipping to the bounds", (len(action.low),)
+            then = "whose tanh is scaled to the bounds" if model.squashes else "before clipping to the bounds"
+            text, shape = f"of a normal distribution, {then}", (len(action.low),)
             self.outputs += [Port(name, shape, "float32", f"{name} {text}") for name in ("mean", "std")]
         if not model.recurrent:
             return
@@ -90,7 +92,8 @@ class Graph(nn.Module):
             params = self.model.expected(params)
         choice = self.dist.mode(params)
         choice = choice.tanh() if self.model.squashes else choice
-        found = [_to_env(self.actions, choice), value, *split_params(params, self.actions.spec)]
+        value = [] if self.model.squashes else [value]
+        found = [_to_env(self.actions, choice), *value, *split_params(params, self.actions.spec)]
         if state is not None:
             found.append(state)
         if "prev_action" in given:

@@ -45,10 +45,10 @@ def plan(config: Config, asked: argparse.Namespace) -> int:
             path.parent.mkdir(parents=True, exist_ok=True)
             TemporaryFile(dir=path.parent).close()
     services = measure(config, asked.seconds) if asked.services is None else load(asked.services)
-    if hardware.gpus and services.accelerator is None:
-        raise ConfigError("--gpus: the services have no accelerator: measure them where there is one")
     if path is not None:
         save(services, path)
+    if hardware.gpus and services.accelerator is None:
+        raise ConfigError("--gpus: the services have no accelerator: measure them where there is one")
     here, c = provenance(config), services.costs
     if other := [f"{k} {v}" for k, v in services.about.items() if v != here.get(k, v)]:
         print("coterie: the services were measured with other settings:", ", ".join(other), file=sys.stderr)

@@ -1,1 +1,1 @@
-"""`coterie replay`: a learner's life, executed again along its flight record (docs/guides/replay.md)."""
+"""`coterie replay`: a learner's life, executed again along its flight record (docs/guides/flight-record.md)."""

@@ -45,9 +45,9 @@ class Asked:
         """The learner step that `origin` names."""
         return int(self.origin) if self.origin.isdecimal() else None
 
-    def check(self, config: ResolvedConfig) -> None:
+    def check(self, config: ResolvedConfig, folder: Path) -> None:
         """Raise a `ConfigError` where this contradicts itself, or what the run can do."""
-        exchange_kind(config).check_replay(config)
+        exchange_kind(config).check_replay(config, folder)
         if not 0 <= self.learner < config.learners:
             raise ConfigError(f"--learner: {self.learner} must be less than {config.learners}, the run's learners")
         for option, step in (("--to", self.until), ("--break-at or --export-step", self.at)):

@@ -68,7 +68,7 @@ def replay_run(folder: Path, asked: Config, what: Asked, say: Callable[[str], No
     done, and `CoterieError` where the first state of `origin` is gone. `say`: takes lines about the machine.
     """
     config, edited = resolve_config(validate(asked)), resolve_config(validate(replace(asked, dict(what.edits))))
-    what.check(config)
+    what.check(config, folder)
     groups, holds, since = what.chosen(folder, config), list[Observer](), what.since
     headers = [life.header for group in groups for each in group.values() for life in each]
     if any(header["device"] != "cpu" for header in headers) and not config.deterministic:

@@ -57,7 +57,7 @@ NETS = {
         {"obs", "prev_action", "prev_reward", *CORE},
         {*VALUES, "next_core_state", "next_prev_action"},
     ),
-    "sac": ("sac", "Hopper-v5", {}, {"obs"}, {"action", "value", "mean", "std"}),
+    "sac": ("sac", "Hopper-v5", {}, {"obs"}, {"action", "mean", "std"}),
     "own network": ("c51", "CartPole-v1", {"model.network": "tests.support.networks:Mixer"}, {"obs"}, VALUES),
     "own network, memory": (
         *("ppo", "CartPole-v1", {"model.network": "tests.support.networks:Counter"}),
