@@ -170,8 +170,8 @@ class GossipClient:
             raise CoterieError("the run has ended")
 
     def start(self, memory: SharedArrays, join: bool, stop: Callable[[], bool] = lambda: False) -> bool:
-        """Begin to gossip, before this run's learners start. `join`: they are to start with the others' weights, which
-        are there once the hub's learners have started; returns that. Does not wait for them once `stop` is true.
+        """Begin to gossip, before this run's learners start. `join`: they are to start with the others' weights, for
+        which this waits until the hub's learners have started, or `stop` is true; returns whether they do.
         """
         self.mailboxes = boxes = Mailboxes(memory, self.learners)
         if self.stream is not None:

@@ -240,3 +240,14 @@ def test_a_site_without_a_summary_counts_with_its_last_checkpoint(tmp_path):
     assert sum_up(folders[2:])["env_steps"] == 70
     assert "without_summary" not in sum_up(folders[:2])
     assert sum_up(folders[:1])["env_steps"] == 100
+
+
+def test_sites_with_more_learners_have_more_hosts_and_a_larger_share_of_what_counts_for_all():
+    machines = [Machine(name, f"10.0.0.{k}", 8, 0) for k, name in enumerate("ab", 1)]
+    more = {"learners": 3, "actors": 12, "exchange": "gossip", "env.num_envs": 16, "eval.every": 900}
+    found = layout("seed-r2d2", machines, **more, **{"replay.capacity": 30_000, "optim.schedule.at": (300, 600)})
+    assert [one.learners for one in found.sites] == [2, 1]
+    assert [sum(worker.site == k for worker in found.workers) for k in range(2)] == [8, 4]
+    first, second = site(found, 0), site(found, 1)
+    assert (first.replay.capacity, first.eval.every) == (20_000, 600)
+    assert (second.replay.capacity, second.eval.every, second.optim.schedule.at) == (10_000, 300, (100, 200))
