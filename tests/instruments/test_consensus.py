@@ -132,6 +132,7 @@ class Noise:
 
     def __init__(self, noise, same, chunk=1):
         self.noise, self.same, self.chunk = noise, same, chunk
+        self.count = self.valid = len(noise)
 
     def parts(self, ways=1):
         yield from self.noise.tensor_split(max(ways, len(self.noise) // self.chunk))

@@ -232,7 +232,7 @@ def test_episodes_are_the_last_100_and_survive_json() -> None:
 def test_required_packages_are_listed_by_extra_and_an_extra_of_a_required_package_counts() -> None:
     packages = required()
     assert packages[""][:2] == ["torch", "numpy"]
-    assert packages["ray"] == ["ray"]
+    assert packages["ray"] == ["ray", "cryptography"]
     assert {"imageio-ffmpeg"} <= set(packages["video"])
     assert "mujoco" in packages["gym"]  # which shows whether gymnasium's extra is installed
     assert "gymnasium" not in packages["gym"]

@@ -81,7 +81,7 @@ def test_the_last_rollout_of_an_actor_that_is_killed_as_it_leaves_is_counted_onc
 
         assert run.scheduler.wait(5.0, has_only_filled_a_slot)
         actor.thread.frozen = True
-        assert run.scheduler.wait(5.0, lambda: board.closed)
+        assert run.scheduler.wait(10.0, lambda: board.closed)  # an evaluation, of 3 s, precedes the last order
         actor.thread.kill()
     finally:
         run.teardown()
