@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from operator import attrgetter
 
 from coterie.algorithms.table import algorithm_class
 from coterie.choices import SECTIONS, uses
@@ -15,53 +16,93 @@ from coterie.envs.vector import APART
 from coterie.models.torsos import torso_of
 from coterie.types import Spec
 
-_OF_VALUES = ("double", "dueling", "atoms", "v_min", "v_max", "noisy", "huber", "eval_epsilon")
-_OF_POLICIES = ("gae_lambda", "value_target", "value_coef", "entropy_coef", "entropy_target", "normalize_advantage")
+# By options or sections, separated by spaces: whether the run uses them, and what they need.
+_Needs = dict[str, tuple[object, str]]
 
 
 def unused(options: Iterable[str], config: Config, spec: Spec) -> Iterator[tuple[str, str]]:
     """Those of these fields that have no effect, and what each needs."""
     if config.plugins != Plugins():  # parts of the user's may use all
         return
+    rows = {**_sections(config), **_envs(config), **_networks(config, spec), **_runs(config)}
+    if algorithm_class(config).__module__.startswith("coterie."):  # one of the user's may use all of these
+        rows |= _algorithms(config)
+    fields = {name: row for names, row in rows.items() for name in names.split()}
+    for name in options:
+        part = name
+        while part:
+            used, needs = fields.get(part, (True, ""))
+            if not used:
+                yield name, needs
+            part = "" if not used else part.rpartition(".")[0]
+
+
+def _sections(config: Config) -> _Needs:
+    return {name: (uses(name, config), " or ".join(sorted(used))) for name, used in SECTIONS.items()}
+
+
+def _envs(config: Config) -> _Needs:
     apart = config.env.backend in APART
     workers = apart and not all(in_pool(replace(config.env, id=task)) for task in tasks(config.env.id))
-    core, whole = config.model.core, not config.model.network
+    return {
+        "env.threads": (apart, "envs that run apart"),
+        "env.timeout env.on_error": (workers, "envs in worker processes"),
+        "atari": (any(map(is_atari, tasks(config.env.id))), "one of EnvPool's Atari games"),
+    }
+
+
+def _networks(config: Config, spec: Spec) -> _Needs:
+    core, whole, sac = config.model.core, not config.model.network, config.algorithm == "sac"
     own = not whole or ":" in core  # a network or core of the user's, which may read these
     mlp = any(":" in config.model.torso or torso_of(o, config.model) == "mlp" for o in spec.obs.values())
-    adam = config.optim.rule.startswith("adam")
-    algorithm = algorithm_class(config)
-    yours = not algorithm.__module__.startswith("coterie.")  # it may read all
-    values = yours or algorithm.value_based
-    epsilon = values and not config.q.noisy
-    fixed = epsilon and not config.q.ladder
-    sized = uses("ppo", config) and config.ppo.batch_size and not yours
-    fields = {
-        "env.threads": (apart, "envs that run apart"),
-        **dict.fromkeys(("env.timeout", "env.on_error"), (workers, "envs in worker processes")),
-        "atari": (any(map(is_atari, tasks(config.env.id))), "one of EnvPool's Atari games"),
-        **dict.fromkeys(("model.hidden", "model.activation"), (mlp or own, "the torso mlp")),
-        **dict.fromkeys(
-            ("model.torso", "model.core", "model.share", "model.last_action_reward"), (whole, "no model.network")
-        ),
+    return {
+        "model.hidden": (mlp or own, "the torso mlp"),
+        "model.activation": ((mlp or own) and not sac, "another algorithm than sac" if sac else "the torso mlp"),
+        "model.torso model.core model.share model.last_action_reward": (whole, "no model.network"),
         "model.core_size": (core != "none" or own, "model.core"),
         "model.forget_bias": (core == "lstm" or own, "model.core lstm"),
-        **{f"model.core_{x}": (core == "gtrxl" or own, "model.core gtrxl") for x in ("layers", "heads", "memory")},
-        "model.init_log_std": (bool(spec.action.low), "continuous actions"),
-        "optim.alpha": (not adam, "optim.rule rmsprop or rmsprop_tf"),
-        **dict.fromkeys(("optim.beta1", "optim.beta2"), (adam, "optim.rule adam or adam_eps_hat")),
-        **dict.fromkeys((f"q.{x}" for x in _OF_VALUES), (values, "dqn or r2d2")),
-        **dict.fromkeys(("q.epsilon_end", "q.ladder"), (epsilon, "dqn or r2d2, without q.noisy")),
-        **dict.fromkeys(("q.epsilon", "q.epsilon_steps"), (fixed, "dqn or r2d2, without q.noisy or q.ladder")),
-        **dict.fromkeys(
-            (f"algo.{x}" for x in _OF_POLICIES), (yours or not algorithm.has_replay, "an algorithm without a replay")
+        "model.core_layers model.core_heads model.core_memory": (core == "gtrxl" or own, "model.core gtrxl"),
+        "model.init_log_std": (spec.action.low and not sac, "continuous actions, and another algorithm than sac"),
+    }
+
+
+def _algorithms(config: Config) -> _Needs:
+    algorithm, q, alpha = algorithm_class(config), config.q, config.replay.alpha
+    values, policy, bc = algorithm.value_based, not algorithm.has_replay, uses("bc", config)
+    epsilon, n_step = values and not q.noisy, policy and not (bc or uses("vtrace", config))
+    return {
+        "model.share": (policy and not config.model.network, "an algorithm without a replay, and no model.network"),
+        "q.double q.dueling q.atoms q.noisy q.eval_epsilon q.target_every": (values, "dqn or r2d2"),
+        "q.v_min q.v_max": (values and q.atoms, "dqn, with q.atoms"),
+        "q.huber": (values and not q.atoms, "dqn or r2d2, without q.atoms"),
+        "q.epsilon_end q.ladder": (epsilon, "dqn or r2d2, without q.noisy"),
+        "q.epsilon q.epsilon_steps": (epsilon and not q.ladder, "dqn or r2d2, without q.noisy or q.ladder"),
+        "replay.beta replay.beta_end replay.initial": (alpha, "a replay, with replay.alpha"),
+        "algo.value_coef algo.entropy_coef algo.entropy_schedule algo.entropy_target": (
+            policy,
+            "an algorithm without a replay",
         ),
-        "algo.unroll_length": (not sized, "ppo.batch_size 0"),
+        "algo.gae_lambda algo.normalize_advantage": (policy and not bc, "a2c, ppo or vtrace"),
+        "algo.value_target": (n_step, "a2c or ppo"),
+        "algo.unroll_length": (not (uses("ppo", config) and config.ppo.batch_size), "ppo.batch_size 0"),
+        "ppo.rho_max": (config.ppo.proximal, "ppo, with ppo.proximal"),
+        "vtrace.replay_share": (config.vtrace.replay_capacity, "vtrace, with vtrace.replay_capacity"),
+    }
+
+
+def _runs(config: Config) -> _Needs:
+    adam = config.optim.rule.startswith("adam")
+    rows: _Needs = {
         "algo.poll": (config.acting != "central", "acting inline or decoupled"),
+        "optim.alpha": (not adam, "optim.rule rmsprop or rmsprop_tf"),
+        "optim.beta1 optim.beta2": (adam, "optim.rule adam or adam_eps_hat"),
+        "eval.episodes eval.sampled": (config.eval.every, "eval.every"),
         "log.cosines": (config.learners != 1, "several learners"),
         "log.consensus": (uses("gossip", config), "gossip"),
-        **{name: (uses(name, config), " or ".join(sorted(used))) for name, used in SECTIONS.items()},
+        "log.wandb_group log.wandb_tags": (config.log.wandb, "log.wandb"),
     }
-    for name in options:
-        used, needs = fields.get(name) or fields.get(name.partition(".")[0], (True, ""))
-        if not used:
-            yield name, needs
+    for name in ("algo.entropy_schedule", "ppo.clip_schedule", "optim.schedule"):
+        kind = attrgetter(name)(config).kind
+        rows[f"{name}.end"] = kind == "linear", f"{name}.kind linear"
+        rows[f"{name}.at {name}.by {name}.factors"] = kind == "steps", f"{name}.kind steps"
+    return rows
