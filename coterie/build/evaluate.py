@@ -145,7 +145,7 @@ class Player:
         """The actions `[B, ...]` for what the envs show. `is_first` `[B]`: those that begin an episode."""
 
         def tensor(x: Array, dtype: str) -> Tensor:
-            return torch.tensor(np.asarray(x), dtype=getattr(torch, dtype), device=self.action.device)
+            return torch.tensor(on_host(x), dtype=getattr(torch, dtype), device=self.action.device)
 
         seen = from_entries({k: tensor(x, self.spec.obs[k].dtype) for k, x in entries(obs).items()})
         inputs = Inputs(seen, tensor(is_first, "bool"), self.action, tensor(reward, "float32"))
