@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import accumulate
 from operator import attrgetter
 
 from coterie.algorithms.table import algorithm_class
@@ -24,21 +25,15 @@ def unused(options: Iterable[str], config: Config, spec: Spec) -> Iterator[tuple
     """Those of these fields that have no effect, and what each needs."""
     if config.plugins != Plugins():  # parts of the user's may use all
         return
-    rows = {**_sections(config), **_envs(config), **_networks(config, spec), **_runs(config)}
+    rows: _Needs = {name: (uses(name, config), " or ".join(sorted(used))) for name, used in SECTIONS.items()}
+    rows |= _envs(config) | _networks(config, spec) | _runs(config)
     if algorithm_class(config).__module__.startswith("coterie."):  # one of the user's may use all of these
         rows |= _algorithms(config)
-    fields = {name: row for names, row in rows.items() for name in names.split()}
+    needs = {name: need for names, (used, need) in rows.items() if not used for name in names.split()}
     for name in options:
-        part = name
-        while part:
-            used, needs = fields.get(part, (True, ""))
-            if not used:
-                yield name, needs
-            part = "" if not used else part.rpartition(".")[0]
-
-
-def _sections(config: Config) -> _Needs:
-    return {name: (uses(name, config), " or ".join(sorted(used))) for name, used in SECTIONS.items()}
+        places = accumulate(name.split("."), "{}.{}".format)
+        if found := [needs[place] for place in places if place in needs]:
+            yield name, found[-1]  # the most specific
 
 
 def _envs(config: Config) -> _Needs:

@@ -59,7 +59,7 @@ class Display:
 
     def __init__(
         self, total: int, title: str, start_steps: int = 0, quiet: bool = False, console: Console | None = None,
-        starting: Starting | None = None,
+        starting: Starting | None = None, best: float | None = None,
     ) -> None:  # fmt: skip
         self.console = console or Console(highlight=False)
         self.total, self.title, self.quiet = total, title, quiet
@@ -69,7 +69,7 @@ class Display:
         self.status: dict[str, Any] = {"env_steps": start_steps}
         self.metrics: dict[str, Any] = {}
         self.returns: list[float] = []  # the mean return, at equal distances of env steps
-        self.best = -math.inf
+        self.best = -math.inf if best is None else best
         self.begin = time.monotonic()
         self.shown = -math.inf
 

@@ -185,7 +185,7 @@ def test_prune_keeps_the_last_checkpoints_and_the_best(tmp_path: Path) -> None:
     checkpoint.mark_best(tmp_path, paths[1], 7.5)
     checkpoint.prune(tmp_path, 2)
     assert sorted(tmp_path.glob("step_*")) == [paths[1], paths[4], paths[5]]
-    assert checkpoint._best(tmp_path) == (paths[1], 7.5)
+    assert checkpoint.marked(tmp_path) == (paths[1], 7.5)
     checkpoint.mark_best(tmp_path, paths[5], 8.0)
     checkpoint.prune(tmp_path, 1)
     assert sorted(tmp_path.glob("step_*")) == [paths[5]]
@@ -197,7 +197,7 @@ def test_best_is_none_once_its_checkpoint_or_mark_is_gone(tmp_path: Path) -> Non
     path = save(tmp_path, 1)
     checkpoint.mark_best(tmp_path, path, 1.0)
     (tmp_path / "best.json").write_text('{"checkpoint": "step_00')
-    assert checkpoint._best(tmp_path) == (None, None)
+    assert checkpoint.marked(tmp_path) == (None, None)
     checkpoint.mark_best(tmp_path, path, 1.0)
     (path / "manifest.json").unlink()
     assert checkpoint.best(tmp_path) is None

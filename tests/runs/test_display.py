@@ -195,8 +195,8 @@ def test_quiet_is_silent_and_starts_no_thread(clock: Clock) -> None:
 
 
 def test_the_best_evaluation_and_the_last_metrics_stay() -> None:
-    with Display(1_000_000, "t", console=console(200)) as shown:
-        for score in (3.0, 8.0, math.nan, 5.0):
+    with Display(1_000_000, "t", console=console(200), best=8.0) as shown:  # of the run before it was resumed
+        for score in (3.0, 7.0, math.nan, 5.0):
             shown.update({**STATUS, "eval_return": score})
         bare = {k: v for k, v in STATUS.items() if k != "metrics"}
         shown.update({**bare, "eval_return": 5.0}, force=True)

@@ -13,7 +13,6 @@ from dataclasses import replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import cast
 
 import psutil
 
@@ -102,8 +101,7 @@ def make_server(folder: str, port: int) -> ThreadingHTTPServer:
         timeout = 30
 
         def do_GET(self) -> None:
-            name, _, own = self.headers.get("Host", "").rpartition(":")
-            if name not in ("127.0.0.1", "localhost") or own != str(cast(ThreadingHTTPServer, self.server).server_port):
+            if self.headers.get("Host", "").partition(":")[0] not in ("127.0.0.1", "localhost"):  # forwarded or not
                 return self.send_error(HTTPStatus.MISDIRECTED_REQUEST)  # a foreign name for it (DNS rebinding)
             if self.path != "/":
                 return self.send_error(HTTPStatus.NOT_FOUND)
