@@ -16,13 +16,15 @@ import pytest
 
 from coterie.config import Config, Ray
 from coterie.launch.ray import run as runs
-from coterie.launch.ray.allocation import Machine, Site
+from coterie.launch.ray.allocation import Machine, Site, Worker
 from coterie.launch.ray.cluster import Cluster
 from coterie.launch.ray.node import Outcome
 from coterie.launch.ray.run import RayRun, sum_up
+from coterie.parallel.clock import awake
 from coterie.parallel.signals import on_signals
 from coterie.runs.starting import Starting
-from coterie.types import CoterieError
+from coterie.types import ConfigError, CoterieError
+from tests.conftest import make_config
 from tests.support.waiting import PATIENCE
 
 
@@ -52,6 +54,52 @@ def test_a_site_whose_checkpoint_is_damaged_does_not_cost_the_summary(tmp_path):
     for name in ("manifest.json", "state.json"):
         (checkpoint / name).write_text("{")
     assert sum_up([tmp_path]) == {"env_steps": 0, "mean_return": None, "rows": {}}
+
+
+def test_the_sites_summaries_are_summed_up(tmp_path):
+    lags = {"2": 5}, {"2": 1, "3": 4}
+    for k in (0, 1):
+        (tmp_path / str(k)).mkdir()
+        one = {"env_steps": 100 + k, "seconds": 9.0 - k, "policy_lag": lags[k], "rows": {"learned": 50}, "digest": "a"}
+        text = json.dumps({**one, "mean_return": [None, 4.0][k], "restarts": k, "policy_lag_max": 2 + k})
+        (tmp_path / str(k) / "summary.json").write_text(text)
+    total = sum_up([tmp_path / "0", tmp_path / "1"])
+    sites = total.pop("sites")
+    assert [site["digest"] for site in sites] == ["a", "a"]
+    assert total == {
+        "env_steps": 201, "seconds": 9.0, "policy_lag": {"2": 6, "3": 4}, "rows": {"learned": 100},
+        "mean_return": 4.0, "restarts": 1, "policy_lag_max": 3,
+    }  # fmt: skip
+
+
+def test_paths_of_a_new_run_are_those_of_the_folder_it_is_started_in(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    for dataset, path in (("data", f"{tmp_path}/data"), ("d/e-v0", "d/e-v0")):  # the latter is a name of Minari's
+        config = runs._from_anywhere(make_config(**{"bc.dataset": dataset, "replay.disk": "here"}))
+        assert (config.bc.dataset, config.replay.disk) == (path, f"{tmp_path}/here")
+    with pytest.raises(ConfigError, match="init_from"):
+        runs._from_anywhere(make_config(init_from="nothing"))
+
+
+def test_a_part_that_was_never_scheduled_and_one_that_is_silent_are_distinguished(monkeypatch):
+    run: Any = RayRun.__new__(RayRun)
+    said, part = list[str](), Worker("envs", 0, 0, Machine("a", "a", 4, 0))
+    run.stopping, run.begin, run.silent, run.cluster = (
+        False,
+        awake() - 30,
+        {},
+        SimpleNamespace(free=lambda: "free are 4 CPUs"),
+    )
+    monkeypatch.setattr(run, "say", said.append)
+    run._check_silence(part, None)
+    run._check_silence(part, 5.0)
+    run._check_silence(part, 25.0)
+    run._check_silence(part, 26.0)
+    assert said == [
+        f"{part.name}: not scheduled yet, no report for 20 s; free are 4 CPUs",
+        f"{part.name}: no report for 20 s; free are 4 CPUs",
+    ]
 
 
 def test_a_full_disk_and_a_closed_terminal_do_not_end_the_run(monkeypatch):
