@@ -21,7 +21,8 @@ _ALGORITHMS = ("ppo", "vtrace", "r2d2", "sac", "bc")
 _NAMESAKES = (*_ALGORITHMS, "decoupled", "central", "ray", "hogwild", "store", "allreduce", "gossip")
 _VALUE = {"dqn", "r2d2", "sac"}
 SECTIONS = {
-    **{name: {name} for name in _NAMESAKES}, "q": _VALUE, "replay": _VALUE, "wire": {"decoupled", "central", "gossip"},
+    **{name: {name} for name in _NAMESAKES}, "q": _VALUE, "replay": _VALUE,
+    "wire": {"decoupled", "central", "gossip", "allreduce"},
 }  # fmt: skip
 _MODULES: dict[str, str] = {}  # by the name that a part was registered under: the module that registered it
 
@@ -75,11 +76,15 @@ def resolve_exchange(config: Config) -> str:
     return "solo" if alone else "allreduce"
 
 
+def is_own(name: str) -> bool:
+    """Whether a choice is one of the user's, which may read any setting."""
+    return ":" in name or name in _MODULES
+
+
 def uses(section: str, config: Config) -> bool:
     """Whether a run uses one of `SECTIONS`."""
     choices = (config.algorithm, config.acting, resolve_exchange(config), config.launch)
-    own = ":" in config.algorithm or config.algorithm in _MODULES  # the user's, which may read what is of algorithms
-    if own and section in (*_ALGORITHMS, "q", "replay"):
+    if is_own(config.algorithm) and section in (*_ALGORITHMS, "q", "replay"):
         return True
     return not SECTIONS[section].isdisjoint(choices)
 

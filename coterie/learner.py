@@ -101,7 +101,8 @@ class Progress:
             return  # a skipped batch is not in the means
         self.batches += 1
         for name, value in batch.metrics.items():
-            self.metrics[name] = self.metrics.get(name, 0.0) + value
+            if math.isfinite(value):  # a custom algorithm's own may be NaN
+                self.metrics[name] = self.metrics.get(name, 0.0) + value
 
     def end(self, rollout: Rollout) -> None:
         """Count a rollout after training on it."""

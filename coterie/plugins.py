@@ -98,7 +98,7 @@ def importing(field: str, path: str) -> Iterator[None]:
         yield
     except CoterieError:
         raise
-    except (ImportError, AttributeError) as error:
+    except ImportError as error:
         module, hint = path.partition(":")[0], ""
         if module == "__main__":
             hint = "; give the object itself, or move it to a file of its own"
@@ -119,8 +119,11 @@ def named(field: str, path: str) -> Any:
             raise ImportError("it is not package.module:callable")
         reach(field, module)
         found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
+        try:
+            for part in name.split("."):
+                found = getattr(found, part)
+        except AttributeError as error:
+            raise ImportError(str(error)) from None
     if not callable(found):
         raise ConfigError(f"{field}: {path!r} is {type(found).__name__}, which cannot be called")
     home = getattr(found, "__module__", None) or ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from operator import itemgetter
 
 import torch
@@ -49,7 +49,7 @@ class RolloutBatch:
     priority: Tensor | None = None
     log_rho: Tensor | None = None  # log of the importance weight, 0 on masked rows; None: the newest weights acted
 
-    @property
+    @cached_property
     def valid(self) -> int:
         """How many of the `count` rows are learned from."""
         return int(self.mask.sum())

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from coterie.acting.table import acting_kind
 from coterie.algorithms.a2c import A2C, RolloutBatch
 from coterie.algorithms.base import ON_CPU, Compute, Loss, Terms, combine
 from coterie.algorithms.table import algorithm_class
-from coterie.config import Config, Refusal
+from coterie.config import Config, Refusal, Schedule
 from coterie.exchange.table import exchange_kind
 from coterie.models.base import Model
 from coterie.models.cores import is_recurrent
@@ -66,7 +67,11 @@ class PPO(A2C):
 
     @staticmethod
     def steps_kind(config: Config) -> tuple[object, ...]:
-        return (config.ppo, config.env.num_envs, acting_kind(config).batch_size(config))
+        return (
+            replace(config.ppo, clip_schedule=Schedule()),
+            config.env.num_envs,
+            acting_kind(config).batch_size(config),
+        )
 
     @staticmethod
     def updates(config: Config, columns: int, unroll: int) -> tuple[float, float]:

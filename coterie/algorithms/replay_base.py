@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import ClassVar, Generic, TypeVar, cast
 
 import numpy as np
@@ -42,7 +42,7 @@ class ReplayBatch(Generic[R]):
     metrics: dict[str, float] = field(default_factory=dict)
     priority: Tensor | None = None  # [n], after it was trained on
 
-    @property
+    @cached_property
     def valid(self) -> int:
         """How many of the `count` rows are learned from."""
         return int(self.mask.sum())

@@ -194,7 +194,7 @@ class SAC(ReplayLearning[Transitions]):
         """
         rows, net = batch.rows, cast(SACNetwork, model)
         target, alpha = cast(Critics, self.target), net.log_alpha.exp().detach()
-        # First: older versions of torch use what autocast has converted without a gradient again, with one.
+        # First: older torch would train on the casts of weights that are made without a gradient.
         action, log_prob = squashed(self._params(net, rows.obs), batch.ahead[:, 1])
         with torch.no_grad():
             after, log_prob_after = squashed(self._params(net, rows.next_obs), batch.ahead[:, 0])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -58,7 +59,7 @@ class TrajectoryBatch:
     metrics: dict[str, float] = field(default_factory=dict)
     priority: Tensor | None = None
 
-    @property
+    @cached_property
     def valid(self) -> int:
         """How many of the `count` rows are learned from."""
         return sum(int(whole.mask.sum()) for whole in self.rollouts)

@@ -179,7 +179,7 @@ class Policy:
         """Begin new episodes: in every env, or where `done` `[B]`. Calls with another B begin new ones as well."""
         if done is not None and len(self._first) and np.shape(done) != self._first.shape:
             raise ConfigError(f"done: one value for each of {len(self._first)} envs is needed, not {np.shape(done)}")
-        self._first = np.ones(0, bool) if done is None or not len(self._first) else self._first | np.asarray(done, bool)
+        self._first = np.ones(0, bool) if done is None or not len(self._first) else self._first | (on_host(done) != 0)
 
     def __call__(
         self, obs: Obs, *, reward: Array | None = None, action_mask: Array | None = None, sampled: bool = False
@@ -203,7 +203,7 @@ class Policy:
         if self._outside:
             if action_mask is None:
                 raise ConfigError("action_mask: this policy needs one, [B, choices]: the env's info or action_masks()")
-            obs |= {MASK: np.asarray(action_mask, bool)}
+            obs |= {MASK: on_host(action_mask).astype(bool)}
         for key, x in entries(obs).items():
             place = f"obs[{key!r}]" if key else "obs"
             if np.shape(x)[1:] != (row := self.spec.obs[key].shape):
@@ -292,7 +292,8 @@ def show(result: dict[str, Any]) -> str:
         what = "mean human-normalized score, each capped at 1" if known else "mean of the returns"
         score = f"{what}: {result['score']:.3g}"
     line = f"{result['env']}: {score} ({result['episodes']} episodes, {'sampled' if result['sampled'] else 'greedy'}"
-    line += f", {result['unfinished']} cut off and left out: env.max_episode_steps" * bool(result["unfinished"])
+    if late := result["unfinished"]:
+        line += f", {late} did not end and are left out: see --env.max-episode-steps"
     if result["human_normalized"] is not None:
         line += f", human-normalized {100 * result['human_normalized']:.0f}%"
     line += "".join(f", {name} {mean:.4g}" for name, mean in result["info"].items())

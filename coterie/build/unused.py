@@ -8,7 +8,7 @@ from itertools import accumulate
 from operator import attrgetter
 
 from coterie.algorithms.table import algorithm_class
-from coterie.choices import SECTIONS, uses
+from coterie.choices import SECTIONS, is_own, uses
 from coterie.config import Config, Plugins
 from coterie.envs.make import in_pool
 from coterie.envs.pool import is_atari
@@ -23,11 +23,11 @@ _Needs = dict[str, tuple[object, str]]
 
 def unused(options: Iterable[str], config: Config, spec: Spec) -> Iterator[tuple[str, str]]:
     """Those of these fields that have no effect, and what each needs."""
-    if config.plugins != Plugins():  # parts of the user's may use all
+    if config.plugins != Plugins() or is_own(config.acting) or is_own(config.exchange):  # they may use all
         return
     rows: _Needs = {name: (uses(name, config), " or ".join(sorted(used))) for name, used in SECTIONS.items()}
     rows |= _envs(config) | _networks(config, spec) | _runs(config)
-    if algorithm_class(config).__module__.startswith("coterie."):  # one of the user's may use all of these
+    if not is_own(config.algorithm):
         rows |= _algorithms(config)
     needs = {name: need for names, (used, need) in rows.items() if not used for name in names.split()}
     for name in options:
@@ -40,7 +40,7 @@ def _envs(config: Config) -> _Needs:
     apart = config.env.backend in APART
     workers = apart and not all(in_pool(replace(config.env, id=task)) for task in tasks(config.env.id))
     return {
-        "env.threads": (apart, "envs that run apart"),
+        "env.threads": (apart, "env.backend auto, pool or workers"),
         "env.timeout env.on_error": (workers, "envs in worker processes"),
         "atari": (any(map(is_atari, tasks(config.env.id))), "one of EnvPool's Atari games"),
     }

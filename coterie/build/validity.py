@@ -143,7 +143,7 @@ def check(config: ResolvedConfig, spec: Spec) -> None:
         try:
             model = make_model(config, spec)
             if hasattr(model.body, "initial_state") and not model.recurrent:
-                raise ConfigError("model.network: name the class itself: initial_state is looked for on it")
+                raise ConfigError("model.network: name the class: its memory (initial_state) is not seen otherwise")
             noisy = not model.body or any(isinstance(part, NoisyLinear) for part in model.modules())
             if config.q.noisy and algorithm_class(config).value_based and not noisy:
                 raise ConfigError(

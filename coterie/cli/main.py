@@ -29,7 +29,7 @@ from coterie.extras import needs
 from coterie.parallel.processes import start_server
 from coterie.parallel.signals import on_signals
 from coterie.plugins import typed_in
-from coterie.runs.starting import Starting, importing
+from coterie.runs.starting import Starting, uncollected
 from coterie.types import ConfigError, CoterieError
 
 
@@ -67,7 +67,7 @@ def train(options: Namespace, rest: list[str]) -> int:
         if config.launch == default.launch and (config.learners, config.acting) != (1, default.acting):
             start_server()  # there will be child processes: it imports torch at the same time
         starting.doing("importing torch")
-        with importing():
+        with uncollected():
             from coterie.launch.session import train as run
 
         return run(warned(rest, config, starting.show), starting=starting)
@@ -80,7 +80,7 @@ def resume(options: Namespace) -> int:
         raise ConfigError(f"--steps: {options.steps} is not a whole number of env steps")
 
     def work(starting: Starting) -> dict[str, Any]:
-        with importing():
+        with uncollected():
             from coterie.launch.session import resume as run
 
         how = {"steps": int(options.steps), "trust": options.trust, "or_earlier": options.or_earlier}

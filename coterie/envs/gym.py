@@ -104,7 +104,7 @@ def open_gym(env_id: str, kwargs: Mapping[str, Any], max_episode_steps: int, mak
         unknown = isinstance(error, TypeError) and "unexpected keyword" in str(error)
         if unknown or refused(error, "missing .*required"):
             limit = max_episode_steps and "'max_episode_steps'" in str(error)
-            field = "env.max_episode_steps, or eval's" if limit else "env.kwargs"
+            field = "env.max_episode_steps or eval.max_episode_steps" if limit else "env.kwargs"
             raise ConfigError(f"{field}: {one_line(error)}") from error
         if re.search(r"gymnasium\[(box2d|mujoco)\]", str(error)):  # as gymnasium says it
             raise missing(f"env.id {label(env_id)!r}", "gym") from error

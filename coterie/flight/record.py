@@ -187,15 +187,15 @@ def _read_tail(path: Path) -> tuple[int, list[bytes]]:
     return 0, []
 
 
-def next_life(folder: Path, number: int) -> int:
-    """The number of the life that begins. Removes records of this number or a later one (restarts count in thousands),
-    which are of what was trained after the checkpoint that the life begins with.
+def forget_from(folder: Path, number: int) -> None:
+    """Remove the records of this life and later ones (restarts count in thousands): of what was trained after the
+    checkpoint that this life begins with.
     """
     for path in (folder / "flight").glob("*.life_*"):
-        if int(path.name.removesuffix(".tail").rpartition("_")[2]) % 1000 >= number:
+        life = path.name.removesuffix(".tail").rpartition("_")[2]
+        if life.isdecimal() and int(life) % 1000 >= number:
             with suppress(OSError):  # a disk that refuses this will refuse the new record, too
                 path.unlink()
-    return number
 
 
 def lives(folder: Path, rank: int) -> list[Life]:

@@ -30,7 +30,7 @@ def beyond_its_steps(config: ResolvedConfig) -> str:
 def check_run(config: ResolvedConfig, spec: Spec) -> None:
     """Raise a `ConfigError` where the run is not possible here."""
     check(config, spec)
-    if config.eval.max_episode_steps and config.env.backend not in APART:  # whose constructor may not take it
+    if config.eval.every and config.eval.max_episode_steps and config.env.backend not in APART:  # which may not take it
         make_spec(replace(config.env, max_episode_steps=config.eval.max_episode_steps), config.atari)
     for rank in range(config.learners if config.wire.bind else 0):
         check_free(offset(config.wire.bind, rank), "wire.bind")

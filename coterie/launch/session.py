@@ -32,7 +32,7 @@ from coterie.envs.make import make_spec
 from coterie.exchange.mailboxes import Link, Net
 from coterie.exchange.table import exchange_kind
 from coterie.extras import missing
-from coterie.flight.record import next_life
+from coterie.flight.record import forget_from
 from coterie.launch.checks import beyond_its_steps, check_run
 from coterie.launch.coordinator import Coordinator
 from coterie.launch.supervisor import Supervisor
@@ -171,7 +171,7 @@ def _go(
     (board := Board(config.learners)).release()  # for start-up only: child processes get another one
     if not here:  # learner 0's process finds them by name, and makes them again
         config = replace(config, callbacks=(*config.callbacks, *(name_of("callbacks", one) for one in callbacks)))
-    incarnation = 0 if state is None else next_life(folder, state["life"] + 1)
+    incarnation = 0 if state is None else state["life"] + 1
     starting.doing(f"{config.env.num_envs} envs" if here else "memory that the processes share")
     with ExitStack() as opened:  # closed where the run cannot start
         learner = LearnerProcess(config, incarnation, ProcessContext(board=board, folder=folder)) if here else None
@@ -185,7 +185,7 @@ def _go(
             if saved is not None:
                 learner.resume(checkpoint.load_part(saved, 0, False, config.log.stall / 2))
             learner.start(*(({}, 0) if state is None else (state["learners"][0], state["env_steps"])))
-        signals, unsigned = _prepare(folder, kept, spec, state is None, held, opened)
+        signals, unsigned = _prepare(folder, kept, spec, incarnation, held, opened)
         run = Coordinator(config, folder, spec, board, state=state, quiet=quiet, starting=starting, signals=signals)
         alone = f"exchange {config.exchange} has one learner, so it changes nothing: --learners N for more"
         for line in filter(None, (*starting.notes, unsigned, alone if kind.is_alone(config) else "")):
@@ -216,7 +216,7 @@ def _saved(asked: Config, folder: Path) -> tuple[Path, dict[str, Any], str]:
 
 
 def _prepare(
-    folder: Path, config: Config, spec: Spec, new: bool, held: ExitStack, opened: ExitStack
+    folder: Path, config: Config, spec: Spec, life: int, held: ExitStack, opened: ExitStack
 ) -> tuple[list[signal.Signals], str]:
     """The first files of a run's folder; those of a new one go again where it cannot start. Returns `sign`'s line, and
     the list of the signals from now on, which the run handles itself: with a config and no checkpoint it could not be
@@ -224,7 +224,7 @@ def _prepare(
     """
     signals = list[signal.Signals]()
     held.enter_context(on_signals(signals.append, HANDLED if config.log.checkpoint_on_warning else STOP))
-    if new:
+    if new := not life:
         held.enter_context(sole_writer(folder, new))
         opened.callback(discard, folder, "config.json", SIGNATURE, "spec.json", "machine.json")
     with writing(folder, "out: "):
@@ -233,6 +233,7 @@ def _prepare(
         if new:
             write_whole(folder / "spec.json", json.dumps(spec.to_json(), indent=1) + "\n")
             write_whole(folder / "machine.json", json.dumps(describe(), indent=1) + "\n")
+        forget_from(folder, life)
         (folder / "summary.json").unlink(missing_ok=True)  # of the run before it was resumed
     return signals, unsigned
 

@@ -171,7 +171,7 @@ class GossipClient:
 
     def start(self, memory: SharedArrays, join: bool, stop: Callable[[], bool] = lambda: False) -> bool:
         """Begin to gossip, before this run's learners start. `join`: they are to start with the others' weights, for
-        which this waits until the hub's learners have started, or `stop` is true; returns whether they do.
+        which this waits until the hub's learners have started, or `stop` is true; returns `join`.
         """
         self.mailboxes = boxes = Mailboxes(memory, self.learners)
         if self.stream is not None:

@@ -23,6 +23,8 @@ from coterie.types import CoterieError, reason_of
 
 _FINISH_S = 30.0  # for the last lines to arrive
 
+PAGE_NAME, PAGE_ID = "COTERIE_WANDB_NAME", "COTERIE_WANDB_ID"  # in the environment of a site on Ray
+
 
 class Page:
     """Lines go to it in a thread: the run does not wait for W&B's process, nor for the network, and does not end with
@@ -44,8 +46,8 @@ class Page:
                 config=to_dict(config),
                 allow_val_change=True,  # a resumed run may have another total of env steps
                 dir=str(folder),
-                name=os.environ.get("WANDB_NAME") or folder.name,
-                id=os.environ.get("WANDB_RUN_ID") or key,
+                name=os.environ.get(PAGE_NAME, folder.name),
+                id=os.environ.get(PAGE_ID, key),
                 resume="allow",
             )
             # Its own step count cannot go back, as the line of an evaluation and a resumed run do.

@@ -27,7 +27,7 @@ def silence() -> None:
 
 
 @contextmanager
-def importing() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
     """Around the import of torch: no garbage is collected meanwhile, nor looked for later in what it has made."""
     first, collecting = "torch" not in sys.modules, gc.isenabled()
     gc.disable()

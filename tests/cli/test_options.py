@@ -129,9 +129,11 @@ ATARI, MLP, NET = "one of EnvPool's Atari games", "the torso mlp", "tests.suppor
         ("ppo --model.core tests.support.networks:Leaky --model.forget-bias 2", {}),
         ("ppo --optim.alpha 0.9 --optim.beta1 0.8", {"optim.alpha": "optim.rule rmsprop or rmsprop_tf"}),
         ("ppo --algorithm coterie.algorithms.ppo:PPO --q.n-step 2 --gossip.tau 0", {"gossip.tau": "gossip"}),
+        ("ppo --algorithm coterie.algorithms.ppo:PPO --algo.value-target n-step --algo.gae-lambda 0.5", {}),
+        ("ppo --exchange allreduce --learners 2 --wire.token-file x", {}),
         ("ppo --log.cosines 9 --learners 1", {"log.cosines": "several learners"}),
         ("ppo --env.timeout 9 --env Pong-v5", {"env.timeout": "envs in worker processes"}),
-        ("ppo --env.backend vector --env.threads 2", {"env.threads": "envs that run apart"}),
+        ("ppo --env.backend vector --env.threads 2", {"env.threads": "env.backend auto, pool or workers"}),
         ("appo --ppo.batch-size 2048 --algo.unroll-length 64", {"algo.unroll-length": "ppo.batch_size 0"}),
         ("seed-vtrace --algo.poll 2", {"algo.poll": "acting inline or decoupled"}),
         ("seed-r2d2 --q.epsilon 0.5", {"q.epsilon": "dqn or r2d2, without q.noisy or q.ladder"}),
@@ -198,7 +200,7 @@ def test_help_has_the_options_of_the_presets_cell_and_help_all_every_one(capsys)
         return {name.partition(".")[0] for name, _ in fields() if f"--{name.replace('_', '-')} " not in out}
 
     out = printed(capsys, "train", "ppo", "--env", "CartPole-v1", "--learners", "41", "--help")
-    assert absent(out) == SECTIONS.keys() - {"ppo", "allreduce"}
+    assert absent(out) == SECTIONS.keys() - {"ppo", "allreduce", "wire"}
     commands = ("--env.id TEXT", "--seeds A..B", "--jobs K", "--grid ", "--chaos ", "--config FILE", "--print-config ")
     assert all(option in out for option in commands)
     words = " ".join(out.split())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import psutil
@@ -12,9 +13,11 @@ import pytest
 import torch
 
 from coterie import presets
+from coterie.algorithms.table import algorithm_class
 from coterie.build.factory import ProcessContext, normalizers
 from coterie.build.resources import resolve_config
 from coterie.config import Config
+from coterie.exchange import allreduce
 from coterie.exchange.allreduce import AllReduce, memory
 from coterie.exchange.base import NonFinite, Peers
 from coterie.exchange.shared_sum import leave
@@ -24,6 +27,7 @@ from coterie.parallel.processes import PeerLost
 from coterie.parallel.shm import SharedArrays
 from coterie.roles.learner_process import LearnerProcess
 from coterie.types import Post, Rollout
+from tests.conftest import make_config
 from tests.exchange.harness import collect, expect, flat, gradients, make_setup, start
 
 ROLLOUTS = 8
@@ -200,3 +204,20 @@ def test_learners_of_one_machine_open_no_port():
     finally:
         for child in children:
             child.kill()
+
+
+def test_machines_with_more_learners_have_longer_schedules_and_train_the_same(monkeypatch):
+    monkeypatch.setattr(allreduce, "MachineGroup", lambda machine, ended: machine)
+    monkeypatch.setattr(allreduce, "Machine", lambda at, machines, kind, *_, **__: kind)
+
+    def kind(**changes: Any) -> str:
+        config = resolve_config(make_config(algorithm="ppo", **{"allreduce.bind": "127.0.0.1:1"}, **changes))
+        same = algorithm_class(config).steps_kind(config)
+        none: Any = SimpleNamespace(slices={}, size=0)
+        return allreduce._between_machines(  # type: ignore[return-value]
+            SimpleNamespace(config=config, peers=None, params=none, moments=none, same=same, timeout=1.0)
+        )
+
+    longer = {f"{name}.warmup": 9 for name in ("algo.entropy_schedule", "ppo.clip_schedule", "optim.schedule")}
+    assert kind(**longer) == kind()
+    assert kind(**{"algo.gamma": 0.5}) != kind()

@@ -13,7 +13,7 @@ import zlib
 import pytest
 
 from coterie.flight import record
-from coterie.flight.record import MAGIC, FlightRecorder, lives, next_life, path_of, read_life
+from coterie.flight.record import MAGIC, FlightRecorder, forget_from, lives, path_of, read_life
 from coterie.types import ConfigError
 from tests.support.waiting import wait_until
 
@@ -42,10 +42,10 @@ def test_events_are_read_back_in_their_order(tmp_path, monkeypatch, every):
 
 def test_a_life_begins_without_the_records_of_what_came_after_its_checkpoint(tmp_path):
     (tmp_path / "flight").mkdir()
-    for name in ("learner_0.life_0", "learner_0.life_1.tail", "worker_0_1.life_1", "learner_1.life_1002"):
+    for name in ("learner_0.life_0", "learner_0.life_1.tail", "learner_0.life_1.bak", "learner_1.life_1002"):
         (tmp_path / "flight" / name).touch()
-    assert next_life(tmp_path, 1) == 1
-    assert [path.name for path in (tmp_path / "flight").iterdir()] == ["learner_0.life_0"]
+    forget_from(tmp_path, 1)
+    assert {path.name for path in (tmp_path / "flight").iterdir()} == {"learner_0.life_0", "learner_0.life_1.bak"}
 
 
 def test_a_record_without_an_end_has_all_that_was_noted(tmp_path):

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from coterie import presets
 from coterie.config import Config, Log
+from coterie.learner import Progress
 from coterie.runs.config_io import from_dict
 from coterie.runs.machine import required, version
 from coterie.runs.metrics import Episodes, RunWriter, read_metrics
@@ -238,3 +240,11 @@ def test_required_packages_are_listed_by_extra_and_an_extra_of_a_required_packag
     assert "gymnasium" not in packages["gym"]
     assert version("torch")
     assert version("no-such-package") is None
+
+
+def test_a_batch_that_was_skipped_and_a_value_that_is_no_number_are_not_in_the_means() -> None:
+    progress = Progress()
+    for loss, norm, own in ((1.0, 1.0, 5.0), (3.0, 1.0, math.nan), (9.0, math.nan, 1.0)):
+        progress.count(cast(Any, SimpleNamespace(count=4, metrics={"loss": loss, "grad_norm": norm, "own": own})))
+    assert (progress.learner_steps, progress.batches) == (3, 2)
+    assert progress.metrics == {"loss": 4.0, "grad_norm": 2.0, "own": 5.0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import socket
@@ -11,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,11 +25,13 @@ from coterie.parallel.clock import awake
 from coterie.parallel.processes import scratch_folder
 from coterie.runs import checkpoint
 from coterie.runs.config_io import to_dict
+from coterie.runs.page import PAGE_ID, PAGE_NAME
 from coterie.types import EXIT_INTERRUPTED, CoterieError, first_line
 from coterie.wire.keys import CERT, token_file
 
 _POLL_S = 0.5
 _SILENT_S = 60.0  # for the board to answer: a node that is out of reach for longer gives up
+_SLOW_S = 60.0  # of copying from the storage, before a line says so
 _AGAIN_S = 5.0  # before a command that ended too early is started again
 _TRIES = 100  # for consecutive free ports
 _ERROR = "coterie: "  # before the line that a command fails with
@@ -82,8 +84,10 @@ class Node:
                 self.ask("publish", part.site, address)
             while not (orders := self._wait_for_peer(part)).stop:
                 if isinstance(part, Site):
-                    if not self._fetch(part):
+                    if (orders := self._fetch(part)).stop:
                         break
+                    if orders.terms.peer is None:  # site 0 moves
+                        continue
                     if not self._start_site(part, address, orders.terms, target):
                         return Outcome(0, "")
                 else:
@@ -112,8 +116,8 @@ class Node:
                 return orders
             time.sleep(_POLL_S)
 
-    def _fetch(self, site: Site) -> bool:
-        """Get a site's files from the storage, however long that takes; False once the site is to stop."""
+    def _fetch(self, site: Site) -> Orders:
+        """Get a site's files from the storage, however long that takes; returns the orders at its end."""
         self.end()
         shutil.rmtree(self.run_folder, ignore_errors=True)
         if not Mirror(self.here, self.storage).has("config.json"):
@@ -123,12 +127,18 @@ class Node:
             )
         skip = ("sites", "summary.json", *OF_THE_RUN)
         self.mirror = Mirror(site_url(self.storage, site.site), self.run_folder, skip)
-        fetch = ThreadPoolExecutor(1).submit(self.mirror.update)
-        while not wait([fetch], _POLL_S).done:
-            if self.ask("report", site, []).stop:
-                return False
-        fetch.result()
-        return True
+        begin, lines, now = awake(), list[str](), True
+        while True:
+            if failures := self.mirror.poll(now):
+                raise CoterieError(failures[0])
+            now = False
+            orders: Orders = self.ask("report", site, lines)
+            if orders.stop or self.mirror.updated:
+                return orders
+            late = awake() > begin + _SLOW_S
+            lines = [f"{site.name}: its files still come from {self.storage}"] if late else []
+            begin = math.inf if late else begin
+            time.sleep(_POLL_S)
 
     def _start_site(self, site: Site, address: Address, terms: Terms, target: int) -> bool:
         """Start a site from its last checkpoint, which it has fetched; False if that has reached the target."""
@@ -140,7 +150,7 @@ class Node:
         files = {"config.json": json.dumps(to_dict(config)).encode(), **terms.keys}
         url = site_url(self.storage, site.site)
         page = Path(self.storage).name + (f"-site-{site.site}" if site.site else "")
-        self.wandb = {"WANDB_NAME": page, "WANDB_RUN_ID": f"{page}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"}
+        self.wandb = {PAGE_NAME: page, PAGE_ID: f"{page}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"}
         self.mirror = Mirror(self.run_folder, url, skip=() if site.site else OF_THE_RUN)
         self.mirror.remove("summary.json")  # of an earlier start
         # --trust: the process that started the run has checked its config.

@@ -127,7 +127,9 @@ def test_a_failure_is_sent_once_and_without_the_nodes_folder(rig, pool):
 
 def test_a_run_folder_that_the_storage_does_not_take_is_kept(rig, pool, monkeypatch):
     monkeypatch.setattr(node, "STORED_S", 0.1)
-    monkeypatch.setattr(Mirror, "poll", lambda self, now: ["ray.storage: full"])
+    poll = Mirror.poll
+    full = lambda self, now: ["ray.storage: full"] if Path(self.target) == rig.storage else poll(self, now)  # noqa: E731
+    monkeypatch.setattr(Mirror, "poll", full)
     with pytest.raises(
         CoterieError, match=r"ray.storage: \S+ does not have the last files, which are in .*; the command: no error$"
     ) as error:
