@@ -21,7 +21,7 @@ def test_a_host_that_is_ended_finishes_its_rollout(meddler, worker_threads):
     port = free_port()
 
     def meddle() -> None:
-        mine = [worker_threads(run_env_host, port, times=(10.0, 50.0 if k < 3 else 10.0)) for k in range(4)]
+        mine = [worker_threads(run_env_host, port, times=(10.0, 50.0 if k < 3 else 0.5)) for k in range(4)]
         meddler.at_work()
         meddler.until(lambda: all(one.is_connected() for one in mine), "they have begun")
         for one in mine[:3]:

@@ -38,7 +38,7 @@ class WorkerThread:
     """A remote worker in a thread of this process. `times`: of its `Worker`. `behind`: the port of a proxy."""
 
     def __init__(
-        self, work: Callable[..., None], port: int, env: Env | None = None, times: tuple[float, ...] = (),
+        self, work: Callable[..., None], port: int, env: Env | None = None, times: tuple[float, ...] = (10.0, 0.5),
         behind: int = 0,
     ) -> None:  # fmt: skip
         env = replace(env or Env("CartPole-v1"), num_envs=WIDTH, delay=0.005, threads=1)
