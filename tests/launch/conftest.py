@@ -126,9 +126,10 @@ def meddler(tmp_path, monkeypatch) -> Iterator[Meddler]:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     # Should a signal of these tests come when the run has just ended, it must not end pytest.
     before = {n: signal.signal(n, lambda *_: None) for n in (signal.SIGINT, signal.SIGTERM)}
-    yield Meddler(monkeypatch, tmp_path / "run")
+    yield (made := Meddler(monkeypatch, tmp_path / "run"))
     for number, handler in before.items():
         signal.signal(number, handler)
+    made.check_nothing_left()
 
 
 @pytest.fixture

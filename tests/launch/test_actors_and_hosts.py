@@ -139,7 +139,6 @@ def test_killed_actors_and_hosts_are_restarted_and_lose_at_most_a_rollout(meddle
     assert acting == "central" or summary["rows"]["dropped"] <= 2 * 5 * CROWD // 2
     # One that is killed or shuts down may have made a step of each of its envs that is not counted.
     assert summary["rows"]["produced"] <= tally.steps <= summary["rows"]["produced"] + 4 * CROWD
-    meddler.check_nothing_left()
 
 
 @slow
@@ -158,7 +157,6 @@ def test_a_killed_learner_comes_back_with_its_hosts(meddler, tally):
     actors = sum(isinstance(one, str) for one, _ in meddler.started)
     assert summary["rows"]["produced"] <= tally.steps <= summary["rows"]["produced"] + 2 * actors * CROWD
     assert meddler.starts(0) == meddler.starts("actor 0") == 2
-    meddler.check_nothing_left()
 
 
 @pytest.mark.parametrize(("acting", "exchange"), [("decoupled", "solo"), ("central", "solo"), ("decoupled", "gossip")])
@@ -197,7 +195,6 @@ def test_a_lone_learner_that_is_killed_goes_on_from_what_it_had_last_reported(me
     steps = [line["learner_steps"] for line in read_metrics(meddler.out)]
     assert steps == sorted(steps)
     assert meddler.starts(0) == meddler.starts("actor 0") == 2
-    meddler.check_nothing_left()
 
 
 def test_envs_that_start_programs_are_made_in_a_host(tmp_path):

@@ -56,7 +56,6 @@ def test_a_process_that_hangs_is_killed_and_the_run_goes_on(meddler, options, ex
     check_rows(meddler.out)
     for other in ("learner 0", "actor 0", "host 0"):
         assert f"{other} hung" not in meddler.log()
-    meddler.check_nothing_left()
 
 
 @pytest.mark.parametrize(
@@ -130,7 +129,6 @@ def test_an_error_in_a_process_ends_the_run_and_is_named(
     for path in (meddler.out / "checkpoints").glob("step_*"):
         tensors, _ = checkpoint.load(path)
         assert all(x.isfinite().all() for name, group in tensors.items() if "rng" not in name for x in group.values())
-    meddler.check_nothing_left()
 
 
 @pytest.mark.parametrize(
@@ -150,7 +148,6 @@ def test_without_restarts_a_killed_process_ends_the_run(capsys, meddler, options
     assert reason in read_summary(meddler.out)["reason"]
     assert check_rows(meddler.out)["status"] == "failed"
     last_checkpoint(meddler.out)
-    meddler.check_nothing_left()
 
 
 def test_a_killed_learner_of_gossip_comes_back_alone_and_every_row_is_accounted_for(meddler, tally):
@@ -174,7 +171,6 @@ def test_a_killed_learner_of_gossip_comes_back_alone_and_every_row_is_accounted_
     assert summary["rows"]["rolled_back"] == 0
     # The envs' own count: only rows of the unfinished rollout are not in the accounts.
     assert 0 <= tally.steps - summary["rows"]["produced"] <= 4 * 8
-    meddler.check_nothing_left()
 
 
 @pytest.mark.parametrize(("exchange", "rank"), [("allreduce", 0), ("hogwild", 1), ("store", 1)])
@@ -205,7 +201,6 @@ def test_a_killed_learner_costs_what_it_was_at_and_no_more(meddler, tally, excha
     assert int(back) >= known[0]
     assert rows["rolled_back"] <= 4 * 4 * 8  # what the others learned after they had saved
     assert 0 <= tally.steps - rows["produced"] <= 2 * 4 * 8
-    meddler.check_nothing_left()
 
 
 def test_what_was_learned_survives_the_death_of_all_learners_at_the_same_moment(meddler):
@@ -223,7 +218,6 @@ def test_what_was_learned_survives_the_death_of_all_learners_at_the_same_moment(
     assert len(meddler.started) == 4
     (back,) = re.findall(r"go back to step_(\d+)", meddler.log())
     assert int(back) >= 2500
-    meddler.check_nothing_left()
 
 
 def test_gossip_finishes_without_a_learner_that_dies_at_the_end(meddler):
@@ -284,4 +278,3 @@ def test_a_full_disk_costs_no_step(meddler, tmp_path, options, exchange):
         assert seen == sorted(seen)
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
-    meddler.check_nothing_left()

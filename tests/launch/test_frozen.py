@@ -25,7 +25,6 @@ def test_a_process_that_freezes_while_it_waits_is_killed_and_the_run_goes_on(med
     assert meddler.run(decoupled_options(meddler.out, **changes), watch) == 75
     check_rows(meddler.out)
     assert meddler.log().count(" hung (") == 1  # no other that waits is taken for it
-    meddler.check_nothing_left()
 
 
 def test_a_run_of_one_process_that_freezes_ends_and_says_where_it_was(command, tmp_path, monkeypatch):

@@ -34,7 +34,6 @@ def test_a_host_that_is_ended_finishes_its_rollout(meddler, worker_threads):
 
     assert meddler.run(central(meddler.out, port), meddle) == 75
     check_rows(meddler.out)
-    meddler.check_nothing_left()
 
 
 def test_a_host_leaves_a_run_that_has_made_its_env_steps(meddler, worker_threads):
@@ -83,7 +82,6 @@ def test_hosts_behind_a_proxy_that_delays_throttles_and_cuts_lose_no_other_steps
     assert summary["rows"]["dropped"] > 0
     assert [rank for rank, _ in meddler.started] == [0]
     assert "Traceback" not in (meddler.out / "log.txt").read_text()
-    meddler.check_nothing_left()
 
 
 def test_hosts_are_spread_over_the_learners(meddler, worker_threads):
@@ -104,7 +102,6 @@ def test_hosts_are_spread_over_the_learners(meddler, worker_threads):
 
     assert meddler.run(central(meddler.out, port, "gossip"), meddle) == 75
     check_rows(meddler.out)
-    meddler.check_nothing_left()
 
 
 def test_a_host_that_waits_for_a_stopped_learner_may_leave(meddler, worker_threads):
@@ -131,7 +128,6 @@ def test_a_host_that_waits_for_a_stopped_learner_may_leave(meddler, worker_threa
 
     assert meddler.run(central(meddler.out, port), meddle) == 75
     check_rows(meddler.out)
-    meddler.check_nothing_left()
 
 
 def test_a_learner_without_hosts_does_not_keep_the_run_from_its_end(meddler, worker_threads):
@@ -145,7 +141,6 @@ def test_a_learner_without_hosts_does_not_keep_the_run_from_its_end(meddler, wor
     learned = [x["learned"] for x in last_checkpoint(meddler.out)[1]["learners"]]
     assert learned[0] >= 500
     assert learned[1] == 0
-    meddler.check_nothing_left()
 
 
 def test_actors_join_and_leave_while_a_run_trains(command, meddler):
@@ -165,7 +160,6 @@ def test_actors_join_and_leave_while_a_run_trains(command, meddler):
     args = decoupled(meddler.out, port, **{"model.normalize_obs": True})
     assert meddler.run(args, meddle) == 75
     check_rows(meddler.out)
-    meddler.check_nothing_left()
 
 
 def test_an_actor_reconnects_after_cuts_and_a_restart_of_the_learner(meddler, worker_threads):
@@ -190,4 +184,3 @@ def test_an_actor_reconnects_after_cuts_and_a_restart_of_the_learner(meddler, wo
         assert meddler.run(decoupled(meddler.out, port), lambda: meddle(proxy)) == 75
     check_rows(meddler.out)
     assert "learner 0 was killed by SIGKILL" in (meddler.out / "log.txt").read_text()
-    meddler.check_nothing_left()
