@@ -192,10 +192,7 @@ def test_env_hosts_train_with_a_bound_and_in_lockstep(max_lag):
 
 @pytest.mark.parametrize(
     ("least", "settings"),
-    [
-        (5, {"acting": "central", "actors": 1}),
-        (8, {"acting": "decoupled", "actors": 2, "decoupled.publish_every": 9}),
-    ],
+    [(5, {"acting": "central", "actors": 1}), (8, {"acting": "decoupled", "actors": 2, "decoupled.publish_every": 9})],
 )
 def test_a_bound_that_cannot_be_kept_is_refused_with_the_least_that_can(least, settings):
     less, more = {**settings, "max_lag": least - 1}, {**settings, "max_lag": least}

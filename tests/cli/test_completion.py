@@ -24,10 +24,7 @@ CORE = {"--model.core", *(f"--model.core-{x}" for x in ("heads", "layers", "memo
 CASES = [
     (["re"], {"resume", "report", "reproduce", "replay"}),
     (["train", "imp"], {"impala", "impala-deep"}),
-    (
-        ["train", "ppo", "--model.co"],
-        {"--model.compile", *CORE},
-    ),
+    (["train", "ppo", "--model.co"], {"--model.compile", *CORE}),
     (["train", "ppo", "--exchange", "g"], {"gossip"}),
     (["bench", "ppo", "--env.num-envs", "4", "--acting", "d"], {"decoupled"}),
     (["train", "ppo", "--reward.normalize", "t"], {"true"}),

@@ -58,10 +58,7 @@ def commands(kind: str, here: str, keys: Path) -> tuple[list[str], list[str]]:
     sync += ["--allreduce.trusted-network", "True"]
     gala = ["train", "gala-ppo", *env, "--learners", "1"]
     return {
-        "sync PPO": (
-            [*sync, "--allreduce.bind", at, "--allreduce.machines", "3"],
-            [*sync, "--allreduce.connect", at],
-        ),
+        "sync PPO": ([*sync, "--allreduce.bind", at, "--allreduce.machines", "3"], [*sync, "--allreduce.connect", at]),
         "GALA-PPO": ([*gala, "--gossip.bind", at, *wire], [*gala, "--gossip.connect", at, *wire[:4]]),
         "IMPALA": (["train", "impala", *env, "--actors", "1", "--wire.bind", at, *wire], ["actor", *client]),
         "SEED": (["train", "seed-vtrace", *env, "--actors", "0", "--wire.bind", at, *wire], ["envs", *client]),

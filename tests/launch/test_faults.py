@@ -85,8 +85,7 @@ def test_a_run_that_was_stopped_for_longer_than_its_time_outs_goes_on(command, o
 
 
 @pytest.mark.parametrize(
-    ("options", "exchange"),
-    [(inline_options, "gossip"), (decoupled_options, "solo"), (central_options, "solo")],
+    ("options", "exchange"), [(inline_options, "gossip"), (decoupled_options, "solo"), (central_options, "solo")]
 )
 def test_an_env_that_raises_and_is_replaced_shows_its_traceback_once(options, exchange, tmp_path, capsys):
     changes = FLAKY | {"env.on_error": "replace", "env.num_envs": 4, "steps": 600}

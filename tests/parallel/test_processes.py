@@ -113,10 +113,7 @@ def test_results_of_children_come_in_order_and_a_child_may_end_after_its_own():
     assert results(1, 2, 3) == [1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("what", "why"),
-    [(None, "ended with exit code 0$"), ("wrong", ".*it went wrong")],
-)
+@pytest.mark.parametrize(("what", "why"), [(None, "ended with exit code 0$"), ("wrong", ".*it went wrong")])
 def test_a_child_without_a_result_is_named(what, why):
     with pytest.raises(CoterieError, match=rf"^child 1: {why}"):
         results(1, what)

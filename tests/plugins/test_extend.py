@@ -72,18 +72,8 @@ def test_the_algorithm_of_the_page_learns_and_is_found_again(folder):
 
 
 def test_the_algorithm_from_the_start_of_the_page_learns(folder):
-    cartpole = [
-        "--env",
-        "CartPole-v1",
-        "--seed",
-        "0",
-        "--algo.unroll-length",
-        "100",
-        "--steps",
-        "40000",
-        "--log.norms",
-        "9000",
-    ]
+    cartpole = ["--env", "CartPole-v1", "--seed", "0", "--steps", "40000"]
+    cartpole += ["--algo.unroll-length", "100", "--log.norms", "9000"]
     summary = train(folder, "run", "a2c", "--algorithm", "reinforce:Reinforce", *cartpole)
     assert summary["mean_return"] > 40  # a random policy: 20
     assert evaluate(folder, "run", 10) > 60

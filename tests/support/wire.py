@@ -26,11 +26,7 @@ WAIT_S = 8.0  # for what must happen, on a machine with other work
 
 
 def arrays(at: int = 0) -> dict[str, Array]:
-    return {
-        "m": np.array([True, False, True, False]),
-        "x": np.arange(at, at + 3),
-        "y": np.full((2, 2), at, np.float32),
-    }
+    return {"m": np.array([True, False, True, False]), "x": np.arange(at, at + 3), "y": np.full((2, 2), at, np.float32)}
 
 
 def hello_frame(layout: Layout = LAYOUT, **fields: Any) -> bytes:

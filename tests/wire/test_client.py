@@ -15,15 +15,7 @@ import pytest
 
 from coterie.parallel.clock import back_off
 from coterie.types import ConfigError, CoterieError
-from coterie.wire.client import (
-    Connection,
-    ConnectionLost,
-    Endpoint,
-    ReconnectingStream,
-    RunEnded,
-    Stream,
-    open_channel,
-)
+from coterie.wire.client import Connection, ConnectionLost, Endpoint, ReconnectingStream, RunEnded, Stream, open_channel
 from coterie.wire.codec import Frame, Layout, Refused, Tensor
 from coterie.wire.service import Limits
 from tests.support.net import free_port

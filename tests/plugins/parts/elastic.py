@@ -64,11 +64,6 @@ def mixing(config, learners):
 
 
 KIND = ExchangeKind(
-    connect,
-    memory,
-    restore,
-    mixing,
-    on_gpu=False,
-    simulation="tests.plugins.parts.elastic_plan:SimElastic",
+    connect, memory, restore, mixing, on_gpu=False, simulation="tests.plugins.parts.elastic_plan:SimElastic"
 )
 coterie.register_exchange("elastic", KIND)
