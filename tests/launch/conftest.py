@@ -144,9 +144,9 @@ def worker_threads() -> Iterator[Callable[..., WorkerThread]]:
 
 @pytest.fixture
 def command(tmp_path) -> Iterator[Callable[..., Command]]:
-    """Starts `coterie` with the arguments that a function makes for a run in the folder `run`."""
+    """Starts `coterie` with the arguments that a function makes for a run in the folder `run`, or in another one."""
 
-    def start(options: Callable[..., list[str]], *args: object, **changes: object) -> Command:
-        return Command(options(tmp_path / "run", *args, **changes), tmp_path / "run")
+    def start(options: Callable[..., list[str]], *args: object, name: str = "run", **changes: object) -> Command:
+        return Command(options(tmp_path / name, *args, **changes), tmp_path / name)
 
     yield from made_by(start, Command.close)

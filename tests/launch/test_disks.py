@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from coterie.runs import checkpoint
+from coterie.flight.record import FlightRecorder
+from coterie.launch import retries
+from coterie.runs import checkpoint, files
 from coterie.runs.metrics import read_metrics
 from tests.support.runs import ENDLESS, check_rows, inline_options, last_line
 
-STALL = {"log.stall": 24}
+STALL = {"log.stall": 16}
 
 
 class Disk:
@@ -61,8 +63,8 @@ def trains_on(meddler, tally) -> Callable[[], None]:
             nonlocal began, moved, steps
             now, before, steps = time.monotonic(), steps, tally.steps
             if steps > before:
-                began, moved = began if now - moved < 2.5 else now, now
-            return moved - began > 6
+                began, moved = began if now - moved < 1.5 else now, now
+            return moved - began > 3
 
         meddler.until(met, "it trains on")
 
@@ -79,6 +81,7 @@ def test_a_disk_that_does_not_answer_costs_no_step(meddler, tally, disk, trains_
 
     def freeze() -> None:
         meddler.at_work()
+        meddler.hurry(4, files, retries)
         disk.freeze()
         meddler.until(is_said, "it is said")
         trains_on()
@@ -94,13 +97,16 @@ def test_a_disk_that_does_not_answer_costs_no_step(meddler, tally, disk, trains_
     assert seen == sorted(seen)
 
 
-def test_a_signal_ends_a_run_whose_disk_does_not_answer(meddler, tally, disk, trains_on, capsys):
+def test_a_signal_ends_a_run_whose_disk_does_not_answer(meddler, tally, disk, trains_on, monkeypatch, capsys):
     meddler.out = disk.path / "run"
+    monkeypatch.setattr(FlightRecorder.close, "__defaults__", (1.0,))
 
     def freeze() -> None:
         meddler.at_work()
+        meddler.hurry(4, files)
         disk.freeze()
         trains_on()
+        meddler.hurry(4, retries)
         os.kill(os.getpid(), signal.SIGTERM)
 
     changes = {**ENDLESS, **tally.options, **STALL, "learners": 1, "log.unsaved_limit": 20}
@@ -118,6 +124,7 @@ def test_a_run_whose_disk_is_read_only_trains_on_until_its_limit(meddler, tally,
         meddler.at_work()
         disk.become_read_only()
         trains_on()
+        meddler.hurry(4, retries)
 
     changes = {**ENDLESS, **tally.options, "learners": 1 + (exchange == "gossip"), "log.unsaved_limit": 20}
     assert meddler.run(inline_options(meddler.out, exchange, **changes), stop_writes) == 1
@@ -133,6 +140,7 @@ def test_a_learner_dies_while_checkpoints_cannot_be_read(meddler, exchange, monk
 
     def kill() -> None:
         meddler.at_work()
+        meddler.hurry(4, files)
         for name in ("read_manifest", "_complete"):
             read = getattr(checkpoint, name)
             monkeypatch.setattr(checkpoint, name, lambda path, read=read: answers.wait(60) and read(path))

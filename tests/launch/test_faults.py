@@ -14,6 +14,7 @@ import pytest
 
 import coterie
 from coterie.cli.main import main
+from coterie.parallel import heartbeats
 from coterie.runs import checkpoint
 from coterie.runs.metrics import read_metrics
 from tests.support.runs import (
@@ -47,7 +48,9 @@ def test_a_process_that_hangs_is_killed_and_the_run_goes_on(meddler, options, ex
     def stop() -> None:
         meddler.at_work()
         os.kill(meddler.pid(which), signal.SIGSTOP)
+        meddler.hurry(2.5, heartbeats)
         meddler.until(lambda: f"{name} hung (no rollout for" in meddler.log(), "it is noticed")
+        meddler.hurry(1, heartbeats)
         meddler.until(lambda: meddler.starts(which) == 2, "it is started again")
         meddler.saves_again()
         meddler.interrupt()
@@ -59,29 +62,34 @@ def test_a_process_that_hangs_is_killed_and_the_run_goes_on(meddler, options, ex
 
 
 @pytest.mark.parametrize(
-    ("options", "exchange"),
+    "kinds",
     [
-        (inline_options, "solo"),
-        (decoupled_options, "solo"),
-        pytest.param(inline_options, "allreduce", marks=pytest.mark.slow),
-        pytest.param(inline_options, "store", marks=pytest.mark.slow),
-        pytest.param(central_options, "gossip", marks=pytest.mark.slow),
+        [(inline_options, "solo"), (decoupled_options, "solo")],
+        pytest.param([(inline_options, "allreduce"), (inline_options, "store")], marks=pytest.mark.slow),
+        pytest.param([(central_options, "gossip")], marks=pytest.mark.slow),
     ],
 )
-def test_a_run_that_was_stopped_for_longer_than_its_time_outs_goes_on(command, options, exchange):
+def test_a_run_that_was_stopped_for_longer_than_its_time_outs_goes_on(command, kinds):
     """As by Ctrl-Z, a container that is frozen, or a machine that is paused."""
-    limits = {"log.stall": 20, "env.timeout": 20, "env.id": "coterie.envs.testing:CountingEnv"}
-    run = command(options, exchange, **{"learners": 1 + (exchange != "solo"), **ENDLESS, **limits})
-    run.until(run.line, "it trains")
-    before = run.line()["env_steps"]
-    os.killpg(run.process.pid, signal.SIGSTOP)
-    time.sleep(26)
-    os.killpg(run.process.pid, signal.SIGCONT)
-    run.until(lambda: run.line()["env_steps"] > before + 200, "it goes on")
+    limits = {**ENDLESS, "log.stall": 16, "env.timeout": 16, "env.id": "coterie.envs.testing:CountingEnv"}
+    runs = [
+        command(options, exchange, name=f"run{k}", **{"learners": 1 + (exchange != "solo"), **limits})
+        for k, (options, exchange) in enumerate(kinds)
+    ]
+    for run in runs:
+        run.until(run.line, "it trains")
+    before = [run.line()["env_steps"] for run in runs]
+    for number, seconds in ((signal.SIGSTOP, 21), (signal.SIGCONT, 0)):
+        for run in runs:
+            os.killpg(run.process.pid, number)
+        time.sleep(seconds)
+    for run, steps in zip(runs, before, strict=True):
+        run.until(lambda run=run, steps=steps: run.line()["env_steps"] > steps + 200, "it goes on")
     time.sleep(3)
-    run.end(signal.SIGTERM, 75)
-    summary = read_summary(run.out)
-    assert (summary.get("restarts", 0), summary["envs_replaced"]) == (0, 0), run.log()
+    for run in runs:
+        run.end(signal.SIGTERM, 75)
+        summary = read_summary(run.out)
+        assert (summary.get("restarts", 0), summary["envs_replaced"]) == (0, 0), run.log()
 
 
 @pytest.mark.parametrize(
