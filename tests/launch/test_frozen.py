@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 
+from coterie.parallel import heartbeats
 from tests.support.runs import ENDLESS, check_rows, decoupled_options, inline_options, last_checkpoint
 from tests.support.waiting import wait_until
 
@@ -16,12 +17,15 @@ def test_a_process_that_freezes_while_it_waits_is_killed_and_the_run_goes_on(med
     module("frozen", FROZEN)
 
     def watch() -> None:
+        meddler.at_work()
+        meddler.hurry(2.5, heartbeats)
         meddler.until(lambda: "actor 1 hung (no rollout for" in meddler.log(), "it is noticed")
+        meddler.hurry(1, heartbeats)
         meddler.until(lambda: meddler.starts("actor 1") == 2, "it is started again")
         meddler.saves_again()
         meddler.interrupt()
 
-    changes = {**ENDLESS, "log.stall": 14, "model.torso": "frozen:torso"}
+    changes = {**ENDLESS, "log.stall": 20, "model.torso": "frozen:torso"}
     assert meddler.run(decoupled_options(meddler.out, **changes), watch) == 75
     check_rows(meddler.out)
     assert meddler.log().count(" hung (") == 1  # no other that waits is taken for it
@@ -31,7 +35,7 @@ def test_a_run_of_one_process_that_freezes_ends_and_says_where_it_was(command, t
     """No thread of Python can do that. What resumes it, such as a batch system, goes on from the last checkpoint."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
     (tmp_path / "frozen.py").write_text(FROZEN)
-    changes = {**ENDLESS, "learners": 1, "log.stall": 14, "model.torso": "frozen:torso"}
+    changes = {**ENDLESS, "learners": 1, "log.stall": 8, "model.torso": "frozen:torso"}
     run = command(inline_options, "solo", **changes)
     run.end(code=-signal.SIGABRT)
     text = run.text()
