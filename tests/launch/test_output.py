@@ -18,13 +18,16 @@ from tests.support.outputs import outputs
 from tests.support.runs import ENDLESS, inline_options, last_checkpoint, read_summary
 from tests.support.waiting import wait_until
 
+# `coterie`, which waits a second, not five, for what nobody reads.
+COTERIE = """import runpy; from coterie.launch import session; from coterie.runs import starting
+starting._LEAVE_S = session._SAY_S = 1.0; runpy.run_module("coterie", run_name="__main__", alter_sys=True)"""
 COUNTING = {"env.id": "coterie.envs.testing:CountingEnv", "env.num_envs": 2, "learners": 1}
 
 
 @pytest.mark.parametrize("kind", ["closed pipe", "closed terminal", "full pipe", "full terminal"])
 def test_a_run_without_a_reader_trains_on_until_a_signal(tmp_path: Path, kind: str) -> None:
     out, (write, read) = tmp_path / "run", outputs(kind)
-    command = [sys.executable, "-m", "coterie", *inline_options(out, "solo", **ENDLESS, **COUNTING)]
+    command = [sys.executable, "-c", COTERIE, *inline_options(out, "solo", **ENDLESS, **COUNTING)]
     env = {**os.environ, "TERM": "xterm"}
     run = subprocess.Popen(command, stdout=write, stderr=subprocess.PIPE, env=env, start_new_session=True)
     os.close(write)
@@ -44,7 +47,7 @@ def test_a_run_without_a_reader_trains_on_until_a_signal(tmp_path: Path, kind: s
 
 def test_a_run_whose_output_is_on_a_full_disk_finishes(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "coterie", *inline_options(out, "solo", **COUNTING, steps=300)]
+    command = [sys.executable, "-c", COTERIE, *inline_options(out, "solo", **COUNTING, steps=300)]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
@@ -55,7 +58,7 @@ def failing(folder: Path, how: str, output: int) -> str:
     """A run with an env that fails, and this output. Returns the reason in its summary."""
     out, env = folder / "run", {"env.id": "tests.support.flaky:FlakyEnv"}
     options = {**COUNTING, **env, "env.kwargs": json.dumps({"how": how, "at": 3}), "log.stall": 2}
-    command = [sys.executable, "-m", "coterie", *inline_options(out, "solo", **options)]
+    command = [sys.executable, "-c", COTERIE, *inline_options(out, "solo", **options)]
     done = subprocess.run(command, stdout=output, stderr=output, check=False, timeout=PATIENCE)
     assert (done.returncode, read_summary(out)["status"]) == (1, "failed")
     assert checkpoint.latest(out / "checkpoints") is not None  # the one at step 0

@@ -17,7 +17,7 @@ import pytest
 
 from coterie.cli.main import main
 from coterie.config import Config
-from coterie.runs import checkpoint
+from coterie.runs import checkpoint, starting
 from coterie.tools.sweep import Job, parse_grid, parse_seeds, plan_runs, progress, run_jobs
 from coterie.types import ConfigError
 from tests.conftest import made_by
@@ -128,6 +128,7 @@ def fail(reason):
 
 def test_jobs_go_on_although_nobody_reads_what_the_sweep_prints(tmp_path, monkeypatch):
     write, read = outputs("full pipe")
+    monkeypatch.setattr(starting, "_LEAVE_S", 1.0)
     monkeypatch.setattr(Job, "_command", lambda self, resumed: [sys.executable, "-c", "print('it ran')"])
     monkeypatch.setattr(sys, "stdout", file := open(write, "w"))  # noqa: SIM115
     jobs = [Job(name, TRAIN[1:], tmp_path / name) for name in "ab"]
