@@ -165,13 +165,13 @@ def test_a_lone_learner_that_is_killed_goes_on_from_what_it_had_last_reported(me
     known = []
 
     def kill() -> None:
-        meddler.until(lambda: meddler.steps() > 400, "it has learned")
+        meddler.until(lambda: meddler.steps() > 150, "it has learned")
         known.append(read_metrics(meddler.out)[-1])
-        meddler.until(lambda: meddler.steps() > known[0]["env_steps"] + 300, "it has reported that")
+        meddler.until(lambda: meddler.steps() > known[0]["env_steps"] + 150, "it has reported that")
         os.kill(meddler.pid(0), signal.SIGKILL)
         meddler.until(lambda: meddler.starts(0) == 2, "it is started again")
         known.append(last_checkpoint(meddler.out))
-        meddler.until(lambda: meddler.steps() > known[0]["env_steps"] + 600, "it goes on")
+        meddler.until(lambda: meddler.steps() > known[1][1]["env_steps"] + 200, "it goes on")
         meddler.interrupt()
 
     changes = {**ENDLESS, **tally.options, "log.checkpoint_every": 1e6, "log.keep": 100, "env.num_envs": CROWD}
