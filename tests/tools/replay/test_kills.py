@@ -50,7 +50,7 @@ def disturbed(out, seconds, **changes):
 @pytest.mark.parametrize("layout", ["impala", "seed"])
 def test_a_replay_goes_through_kills(tmp_path, layout):
     """Of learners, which go on from checkpoints that were pruned since, and of actors and env hosts."""
-    assert disturbed(tmp_path / "run", 12, **LAYOUTS[layout])
+    assert disturbed(tmp_path / "run", 8, **LAYOUTS[layout])
     assert_equal(replayed(tmp_path / "run"))
 
 
@@ -109,7 +109,7 @@ def test_two_minutes_with_kills_are_replayed(tmp_path, layout):
 
 
 def test_gossip_goes_through_kills_and_a_record_that_breaks_off_before(tmp_path):
-    assert disturbed(tmp_path / "run", 12, **LAYOUTS["a2c, gossip"])
+    assert disturbed(tmp_path / "run", 8, **LAYOUTS["a2c, gossip"])
     assert_equal(results := replayed(tmp_path / "run"))
     longest = max((x for x in results if x.life.end is None), key=lambda x: x.rollouts)
     cut(longest.life.path, longest.rollouts // 2)
