@@ -109,7 +109,7 @@ class Diary(coterie.Callback):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_callback_sees_the_run_sets_its_envs_and_stops_it(tmp_path, config, layout):
     out = tmp_path / "run"
-    changes = {"eval.every": 150, "eval.episodes": 2, "env.kwargs": json.dumps({"path": str(tmp_path / "seeds")})}
+    changes = {"eval.every": 400, "eval.episodes": 2, "env.kwargs": json.dumps({"path": str(tmp_path / "seeds")})}
     summary = coterie.train(config(layout, **changes), callbacks=[Diary], quiet=True)
     assert (summary["status"], summary["reason"]) == ("finished", "solved")
     assert len({*(tmp_path / "seeds").read_text().split()}) == 4 * LAYOUTS[layout].get("learners", 1)  # all envs
