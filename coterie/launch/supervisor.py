@@ -284,6 +284,8 @@ class Supervisor:
 
     def _dismiss_actors(self) -> None:
         """Nothing more is learned: the actors shut down with a last report, and their counts stay."""
+        if self.chaos is not None:
+            self.chaos.close()  # an actor that is stopped could not leave
         self.run.board.close()
         self.starts.forget(range(self.group.learners, len(self.run.board.counts)))
         self.back_off.clear()

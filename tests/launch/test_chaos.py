@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import signal
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from coterie.config import Chaos
 from coterie.launch import chaos
 from coterie.launch.chaos import FaultInjector
+from coterie.launch.supervisor import Supervisor
 from tests.support.runs import CROWD, ENDLESS, check_rows, decoupled_options
 
 
@@ -52,6 +54,15 @@ def test_a_stopped_process_always_continues_and_a_spared_one_is_not_killed(monke
             assert [number for one, number in world.sent if one == pid][-1] == signal.SIGCONT
         world.it.due = 0.0
         world.it.poll(world.children)
+
+
+def test_actors_that_are_stopped_go_on_when_they_are_to_leave(monkeypatch):
+    world = World(monkeypatch, spare=True, cut=False)
+    while not world.it.pending:
+        world.go(0.1)
+    Supervisor._dismiss_actors(Mock(chaos=world.it, children={}, **{"group.learners": 2, "run.board.counts": []}))
+    assert not world.it.pending
+    assert world.sent[-1][1] == signal.SIGCONT
 
 
 def test_a_run_survives_chaos_with_its_rows_accounted_for(meddler, tally):
