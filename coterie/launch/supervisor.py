@@ -21,7 +21,6 @@ from coterie.launch.coordinator import Coordinator
 from coterie.launch.placement import Placement
 from coterie.launch.rescue import Rescue
 from coterie.launch.retries import BackOff, RestartBudget, Starts
-from coterie.parallel.board import EVALUATE
 from coterie.parallel.clock import awake
 from coterie.parallel.processes import Child, listen
 from coterie.roles.entry import Start, learner_process, worker_process
@@ -177,13 +176,12 @@ class Supervisor:
             if (child := self.children.pop(row, None)) is not None:
                 child.kill()
         run.ledger.lose(rank, rows)
-        judged = rank == 0 and run.order is not None and bool(run.board.order[1] & EVALUATE)
         run.give_up_order()
         if run.signal is not None or run.board.stopping or run.idle:  # the others finish without it
             run.members.discard(rank)
             if not run.members:
                 return self._end_at_last_checkpoint(reason)
-            return run.log(f"{reason}; the others finish without it" + ", and without an evaluation" * judged)
+            return run.log(f"{reason}; the others finish without it" + ", which evaluates" * (rank == 0))
         self._count_restart(reason, f"learner {rank} rejoins with a peer's weights")
         run.board.start(rank)
         # It starts from the checkpoint, then takes a peer's newer weights if there is a peer.
