@@ -137,7 +137,7 @@ def test_an_env_that_was_edited_since_it_was_described_is_refused(tmp_path, monk
     worker_declared(config.Env(id="edited:Edited"))
     (tmp_path / "edited.py").write_text("from coterie.envs.testing import Catch as Edited\n")
     says = r"^env.id 'edited:Edited': its spaces differ from those read at the start, Box\(.* now: restart Python"
-    with make("edited:Edited", 1) as envs, pytest.raises(CoterieError, match=says):
+    with pytest.raises(CoterieError, match=says), make("edited:Edited", 1) as envs:
         envs.recv(0)
 
 
