@@ -181,6 +181,7 @@ class GossipClient:
         end = time.monotonic() + _WEIGHTS_S
         while join and not any(map(boxes.lock.is_whole, boxes.peers())):
             if stop() or not thread.is_alive() or time.monotonic() > end:
+                self._lines.append("gossip: no weights of others came, so the learners begin with their own")
                 break
             time.sleep(NAP_S)
         return join

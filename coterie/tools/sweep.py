@@ -167,7 +167,7 @@ def parse_grid(axes: Sequence[str]) -> list[dict[str, str]]:
     names, values = list[str](), list[list[str]]()
     for axis in axes:
         name, _, rest = axis.partition("=")
-        each = re.findall(r"\[[^]]*\]|\{[^}]*\}|[^,]+", rest)  # a list or an object is one value
+        each = re.findall(r"\[[^]]*\]|\{(?:[^{}]|\{[^{}]*\})*\}|[^,]+", rest)  # a list or an object is one value
         if not name or not each:
             raise ConfigError(f"--grid: {axis!r} is not OPTION=VALUE,VALUE,...")
         if name in ("seed", "out"):

@@ -73,6 +73,8 @@ def test_a_grid_has_every_combination(tmp_path):
     assert [job.folder.name for job in negative] == ["g-tau--1-seed0", "g-tau-1-seed0"]
     lists = parse_grid(["model.hidden=[64,64],[32],16 16"])
     assert [point["model.hidden"] for point in lists] == ["[64,64]", "[32]", "16 16"]
+    objects = parse_grid(['env.kwargs={"a": {"b": 1, "c": 2}, "d": 3},{}'])
+    assert [point["env.kwargs"] for point in objects] == ['{"a": {"b": 1, "c": 2}, "d": 3}', "{}"]
     with pytest.raises(ConfigError, match=r"--seeds: 3 is one seed: --seed 3, or 0\.\.2 for three"):
         parse_seeds("3")
     for bad in ("seed=1,2", "out=a,b", "optim.lr=1,1"):
