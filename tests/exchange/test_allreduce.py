@@ -212,8 +212,7 @@ def test_machines_with_more_learners_have_longer_schedules_and_train_the_same(mo
 
     def kind(**changes: Any) -> str:
         config = resolve_config(make_config(algorithm="ppo", **{"allreduce.bind": "127.0.0.1:1"}, **changes))
-        same = algorithm_class(config).steps_kind(config)
-        none: Any = SimpleNamespace(slices={}, size=0)
+        same, none = algorithm_class(config).steps_kind(config), SimpleNamespace(slices={}, size=0)
         return allreduce._between_machines(  # type: ignore[return-value]
             SimpleNamespace(config=config, peers=None, params=none, moments=none, same=same, timeout=1.0)
         )
