@@ -235,7 +235,7 @@ def load(folder: str | Path, learner: str | int = "0", *, trust: bool = False, *
     """
     folder = Path(folder)
     config, root = open_run(folder, flat(new), trust, (*GIVEN, *VARIANT)), folder / "checkpoints"
-    if (path := checkpoint.best(root) or checkpoint.latest(root)) is None:
+    if (path := checkpoint.best(root)[0] or checkpoint.latest(root)) is None:
         raise ConfigError(f"RUN: {folder} has no complete checkpoint yet")
     tensors, state = checkpoint.load(path, ends=WEIGHTS)
     return policy_of(folder, config, weights_of(tensors, str(learner)), int(state["env_steps"]), path)

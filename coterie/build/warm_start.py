@@ -32,7 +32,7 @@ def source_of(folder: Path) -> Path:
         raise ConfigError(f"init_from: {folder}: there is no such folder")
     if (folder / MANIFEST).is_file():
         return folder.absolute()
-    if (path := checkpoint.best(root) or checkpoint.latest(root)) is None:
+    if (path := checkpoint.best(root)[0] or checkpoint.latest(root)) is None:
         raise ConfigError(f"init_from: {folder} has no complete checkpoint")
     return path.absolute()
 

@@ -43,7 +43,7 @@ class Net(NamedTuple):
 class Link(Protocol):
     """Carries messages between the learners of this run and those of other runs, for the supervisor."""
 
-    # Begin, before the learners do. `join`: they are to take the others' weights; returns whether they can.
+    # Begin, before the learners do. `join`: they are to take the others' weights; returns whether they are to.
     def start(self, memory: SharedArrays, join: bool, stop: Callable[[], bool]) -> bool: ...
     def cut(self) -> bool: ...  # break it, as a broken network does; returns whether there was one to break
     def lines(self) -> list[str]: ...  # for the log

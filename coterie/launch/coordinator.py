@@ -49,7 +49,7 @@ class Coordinator:
         self.learners, self.next_eval = config.learners, config.eval.every if state is None else state["next_eval"]
         title = " x ".join((config.preset or config.algorithm, label(config.env.id), config.acting, config.exchange))
         before = None if state is None else state["env_steps"]
-        best = checkpoint.marked(self.root)[1]
+        best = checkpoint.best(self.root)[1]
         self.display = Display(config.steps, title, before or 0, quiet, starting=starting, best=best)
         self.writer = RunWriter(folder, config, before, self.display.note)
         self.ledger = Ledger(config, spec, board, state, reached)  # its clock begins

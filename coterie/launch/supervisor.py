@@ -181,7 +181,7 @@ class Supervisor:
             run.members.discard(rank)
             if not run.members:
                 return self._end_at_last_checkpoint(reason)
-            return run.log(f"{reason}; the others finish without it" + ", which evaluates" * (rank == 0))
+            return run.log(f"{reason}; the others finish without it" + " and its evaluations" * (rank == 0))
         self._count_restart(reason, f"learner {rank} rejoins with a peer's weights")
         run.board.start(rank)
         # It starts from the checkpoint, then takes a peer's newer weights if there is a peer.

@@ -182,14 +182,14 @@ def mark_best(root: Path, path: Path, score: float) -> None:
     """Mark a checkpoint as the best one, which `prune` keeps, unless another has a higher score."""
     text = json.dumps({"checkpoint": path.name, "score": score}) + "\n"
     try:
-        before = answered(partial(marked, root))[1]
+        before = answered(partial(_best, root))[1]
         if before is None or before <= score:
             answered(partial(write_whole, root / "best.json", text))
     except OSError as error:
         raise CoterieError(f"{root}/best.json cannot be written: {damage_of(error)}") from None
 
 
-def marked(root: Path) -> tuple[Path | None, float | None]:
+def _best(root: Path) -> tuple[Path | None, float | None]:
     """What best.json says, if its checkpoint is there."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         entry = json.loads((root / "best.json").read_text())
@@ -198,16 +198,16 @@ def marked(root: Path) -> tuple[Path | None, float | None]:
     return None, None
 
 
-def best(root: Path) -> Path | None:
-    """The checkpoint marked best."""
-    return read(root, partial(marked, root))[0]
+def best(root: Path) -> tuple[Path | None, float | None]:
+    """The checkpoint marked best, and its score."""
+    return read(root, partial(_best, root))
 
 
 def prune(root: Path, keep: int) -> None:
     """Delete all but the last `keep` and the best."""
 
     def delete() -> None:
-        kept = marked(root)[0]
+        kept = _best(root)[0]
         for path in sorted(_complete(root), key=_age, reverse=True)[max(keep, 1) :]:
             if path != kept:
                 _discard(path)

@@ -77,7 +77,7 @@ def test_an_evaluation_is_due_once_for_each_stretch_of_steps(run: Coordinator) -
     assert run.order is None
     assert evaluations(run) == [5.0]
     assert run.next_eval == 4000
-    assert checkpoint.best(run.root) == run.root / f"step_{3200:012d}"
+    assert checkpoint.best(run.root)[0] == run.root / f"step_{3200:012d}"
     learn(run, 1900)
     assert run.order is None
 
@@ -105,7 +105,7 @@ def test_an_evaluation_whose_learner_dies_is_made_again_and_its_late_score_is_no
     save(run, 0, 600)
     save(run, 1, 600)
     assert evaluations(run) == [7.0]
-    assert checkpoint.marked(run.root)[1] == 7.0
+    assert checkpoint.best(run.root)[1] == 7.0
 
 
 def test_a_group_that_goes_back_takes_its_counts_and_episodes_back(run: Coordinator) -> None:

@@ -65,8 +65,8 @@ def test_two_learners_finish_and_their_checkpoints_can_be_evaluated(tmp_path, ca
     scores = [line["eval/return"] for line in read_metrics(out) if "eval/return" in line]
     assert scores
     root = out / "checkpoints"
-    assert checkpoint.marked(root)[1] == pytest.approx(max(scores))
-    best, _ = checkpoint.load(checkpoint.best(root))
+    assert checkpoint.best(root)[1] == pytest.approx(max(scores))
+    best, _ = checkpoint.load(checkpoint.best(root)[0])
     capsys.readouterr()
     wanted = {
         "0": best["learner_0/model"],

@@ -49,7 +49,7 @@ def test_a_run_leaves_its_summary_metrics_scores_and_best_checkpoint(tmp_path):
     evals = [line for line in lines if "eval/return" in line]
     assert len(evals) == 2
     best = max(evals, key=lambda line: (line["eval/return"], line["env_steps"]))
-    assert checkpoint.best(out / "checkpoints").name == f"step_{best['env_steps']:012d}"
+    assert checkpoint.best(out / "checkpoints")[0].name == f"step_{best['env_steps']:012d}"
     assert list(out.glob("events.out.tfevents.*"))
     assert "finished" in (out / "log.txt").read_text()
     policy = coterie.load(out)

@@ -181,11 +181,11 @@ def test_latest_is_the_newest_complete_checkpoint_and_the_same_step_again_replac
 
 def test_prune_keeps_the_last_checkpoints_and_the_best(tmp_path: Path) -> None:
     paths = [save(tmp_path, step) for step in range(6)]
-    assert checkpoint.best(tmp_path) is None
+    assert checkpoint.best(tmp_path)[0] is None
     checkpoint.mark_best(tmp_path, paths[1], 7.5)
     checkpoint.prune(tmp_path, 2)
     assert sorted(tmp_path.glob("step_*")) == [paths[1], paths[4], paths[5]]
-    assert checkpoint.marked(tmp_path) == (paths[1], 7.5)
+    assert checkpoint.best(tmp_path) == (paths[1], 7.5)
     checkpoint.mark_best(tmp_path, paths[5], 8.0)
     checkpoint.prune(tmp_path, 1)
     assert sorted(tmp_path.glob("step_*")) == [paths[5]]
@@ -197,10 +197,10 @@ def test_best_is_none_once_its_checkpoint_or_mark_is_gone(tmp_path: Path) -> Non
     path = save(tmp_path, 1)
     checkpoint.mark_best(tmp_path, path, 1.0)
     (tmp_path / "best.json").write_text('{"checkpoint": "step_00')
-    assert checkpoint.marked(tmp_path) == (None, None)
+    assert checkpoint.best(tmp_path) == (None, None)
     checkpoint.mark_best(tmp_path, path, 1.0)
     (path / "manifest.json").unlink()
-    assert checkpoint.best(tmp_path) is None
+    assert checkpoint.best(tmp_path)[0] is None
 
 
 def test_a_digest_depends_on_names_dtypes_shapes_and_bytes_but_not_on_order() -> None:

@@ -63,7 +63,7 @@ def every_moment(root, what):
         for complete in here.glob("step_*/manifest.json"):
             checkpoint.load(complete.parent)
         save(here, 4, seed=40)
-        best = checkpoint.best(here)
+        best = checkpoint.best(here)[0]
         checkpoint.load(best)
         yield newest, best.name, sorted(p.name for p in here.iterdir() if p.name.startswith((".draft", "step")))
 
