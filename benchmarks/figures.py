@@ -34,8 +34,9 @@ run of the other, which happens by chance once in 20 with three runs a side; it 
 other way round. A figure agrees if all its checks hold, and differs if any is reversed.
 [The guide](../guides/reproduce.md#verdicts) has the details.
 
-Figures "made before verdicts" are of 23 November 2026, most of them with one seed. Since then the defaults of a2c,
-IMPALA's replay and the measure of gradient saturation have changed (changelog).
+A figure "made before verdicts" is of 23 November 2026. Since then the defaults of a2c, IMPALA's replay and the measure
+of gradient saturation have changed (changelog). Of all runs the repository has the numbers in the tables, not the
+curves.
 
 *Written by `python benchmarks/figures.py`.*
 """
@@ -75,10 +76,13 @@ def verdict(text: str) -> str:
 
 
 def headed(name: str, text: str) -> str:
-    """A section below the figure's title, a verdict and the claim, also if it is older than these."""
+    """A section below the figure's title, a verdict, the claim and the differences, also if it is older than these."""
     found, figure = verdict(text) or EARLIER, FIGURES[name]
     body = re.sub(r"\A.*\n+(Verdict: .*\n+)?(Claim: (.+\n)+\n)?", "", text)
     claim = " ".join(figure.claim.split())
+    if size := re.search(r"^`.* --budget (smoke|small|full)\b", body, re.M):
+        notes = f"Differences from the paper: {figure.notes(figure.sizes[size[1]])}"
+        body = re.sub(r"^Differences from the paper: .*$", lambda _: notes, body, flags=re.M)
     return f"## {name}: {figure.title}\n\nVerdict: {found}.\n\nClaim: {claim}\n\n{body}"
 
 

@@ -24,9 +24,12 @@ import league_page
 import numpy as np
 from league_entries import ROOT, Entry, Record, entries
 
+from coterie.cli.options import config_of
+from coterie.parallel.affinity import available_cores
 from coterie.tools.report.runs import RecordedRun, read_run
 
 POINTS = 80  # of a recorded curve
+CORES = 2  # of runs that are laid out by the number of cores
 STOPPED = (75, -signal.SIGTERM, -signal.SIGINT)
 COTERIE = [sys.executable, "-m", "coterie"]
 
@@ -81,6 +84,14 @@ def train(entry: Entry, folder: Path) -> Record:
     return {"score": score, **curve(read_run(folder))}
 
 
+def by_cores(entry: Entry) -> bool:
+    """Whether learners, actors or envs of its run depend on the number of cores."""
+    if entry.method.startswith("sb3-"):
+        return False
+    config = config_of(entry.command[2:])
+    return config.learners == "auto" or not config.env.num_envs
+
+
 def write(entry: Entry, record: Record) -> None:
     entry.path.parent.mkdir(parents=True, exist_ok=True)
     entry.path.write_text(json.dumps({"command": entry.typed, **record}, separators=(",", ":")) + "\n")
@@ -96,6 +107,9 @@ def give_way() -> None:
 def work(chosen: list[Entry], runs: Path) -> None:
     for entry in chosen:
         if entry.done:
+            continue
+        if by_cores(entry) and len(available_cores()) != CORES:
+            print(f"--- {entry.name}: needs {CORES} cores, which decide its learners and envs", flush=True)
             continue
         folder = runs / entry.name.replace("/", "_")
         print(f"--- {entry.name}: {entry.typed}", flush=True)

@@ -18,23 +18,29 @@ SOURCES = tomllib.loads((Path(__file__).parent / "published.toml").read_text())[
 TITLES = {"mujoco": "MuJoCo"}
 HEAD = """# The league
 
-Every preset on a list of environments, as a user types it: `python benchmarks/league.py run`. {done} of {total} runs
-are done; the others are not started or not finished. No run was steered; budgets of `gala-ppo` and `ppo-paper` on Pong
-were raised, after runs of 3M env steps had ended at 4.9 and 17.2, and that of `appo` with them. These were
-trained again with new defaults: `dqn` on CartPole and `ppo` on MountainCar (before: 393 and -138, commit df33f55), and
-what is listed with older defaults [here](learning.md#what-did-not-learn), of which some were stopped early.
+Presets on a list of environments, as a user types them: `python benchmarks/league.py run`. {done} of {total} runs are
+done; the others are not started or not finished. No run was steered; budgets of `gala-ppo` and `ppo-paper` on Pong were
+raised, after runs of 3M env steps had ended at 4.9 and 17.2, and that of `appo` with them. These were trained again
+with new defaults: `dqn` on CartPole and `ppo` on MountainCar (before: 393 and -138, commit df33f55), and what is listed
+with older defaults [here](learning.md#what-did-not-learn), of which some were stopped early. With two cores, after runs
+on one, where it has one learner or half of the envs: `gala-ppo` on CartPole, Ant (three seeds) and
+InvertedDoublePendulum, `impala` on CartPole. Some defaults of ours were chosen by runs on these envs and with some of
+these seeds ([presets](../reference/presets.md), [what did not learn](learning.md#what-did-not-learn)), so they may do
+worse elsewhere.
 
-Score: the interquartile mean over seeds of the mean return of greedy episodes with the last weights, and its 95%
-bootstrap interval where there are several seeds. Human = 1: the score between a random policy's (0) and a human's (1).
-Seconds: mean wall-clock of training at idle priority on one or two cores, beside other work that differed from run to
-run: an upper bound. What was reached in the same time compares as loosely. Curves: mean over seeds and its 95%
-interval. *In italics*: a run that is under way, with the return of its last 100 training episodes.
+Score: the interquartile mean over seeds of the mean return of greedy episodes with the last weights (vectors and
+continuous 100, memory 200, MuJoCo 50, Atari 30; peers 100), and its 95% bootstrap interval. With two or three seeds the
+interval is their range, which has the true value in about 50% and 74% of cases (five seeds: about 90%; simulated with
+normal scores). Human = 1: the score between a random policy's (0) and a human's (1). Seconds: median wall-clock of
+training at idle priority on one or two cores, beside other work that differed from run to run: an upper bound. What was
+reached in the same time compares as loosely. Curves: mean over seeds and its 95% interval, up to the end of the first
+seed that was done. *In italics*: a run that is under way, with the return of its last 100 training episodes.
 
 Machine: cores and processor, from 25 November 2026 on; where a table has several, their seconds do not compare.
-Some runs were paused with their machine; those seconds count. Coterie: EnvPool, fp32 for vectors, the preset's number
-of learners, and but for the group "Memory" the preset's defaults. Rows of `sb3_league.py`: Stable-Baselines3 with its
-library defaults and one gymnasium env, not tuned for the task; Coterie's presets have settings of our own for vectors,
-so this does not compare the two implementations.
+Some runs were paused with their machine; those seconds count. Coterie: EnvPool, fp32 for vectors, the learners, actors
+and envs that a preset has on two cores, and but for the group "Memory" the preset's defaults. Rows of `sb3_league.py`:
+Stable-Baselines3 with its library defaults and one gymnasium env, not tuned for the task; Coterie's presets have
+settings of our own for vectors, so this does not compare the two implementations.
 
 *Written by `python benchmarks/league.py page`.*
 """
@@ -73,6 +79,11 @@ def returns(records: Sequence[Record]) -> np.ndarray:
     return np.array([record["score"]["mean_return"] for record in records])
 
 
+def middle(records: Sequence[Record], key: str) -> float:
+    """The median of their env steps or seconds."""
+    return float(np.median([record["seconds"] if key == "seconds" else record["curve"][-1][0] for record in records]))
+
+
 def measured(strata: Sequence[np.ndarray], digits: int = 1) -> tuple[str, str]:
     """The interquartile mean and its interval, in words; "" where one run for each env allows none."""
     low, high = interval(strata)
@@ -81,13 +92,17 @@ def measured(strata: Sequence[np.ndarray], digits: int = 1) -> tuple[str, str]:
 
 
 def best(methods: Group, peers: bool) -> str:
-    """The method with the highest score of Coterie's presets or of the peers."""
+    """The method with the highest score of Coterie's presets or of the peers, or all of them, and its env steps."""
     found = {m: done for m, runs in methods.items() if m.startswith("sb3-") is peers and (done := finished(runs))}
     if not found:
         return ""
-    method = max(found, key=lambda name: interquartile_mean(returns(found[name])))
-    score, between = measured([returns(found[method])])
-    return f"{method}: {score}" + (f" ({between})" if between else "")
+    scores = {method: measured([returns(done)]) for method, done in found.items()}
+    top = max(found, key=lambda name: interquartile_mean(returns(found[name])))
+    first = [name for name, score in scores.items() if score == scores[top]]
+    steps = sorted({round(found[name][0]["curve"][-1][0] / 1e6, 1) for name in first})
+    score, between = scores[top]
+    text = f"{', '.join(first)}: {score}" + (f" ({between})" if between else "")
+    return f"{text}; {' to '.join(f'{x}M' for x in (*steps[:1], *steps[1:][-1:]))}"
 
 
 def summary(found: dict[str, dict[str, Group]]) -> list[str]:
@@ -95,7 +110,10 @@ def summary(found: dict[str, dict[str, Group]]) -> list[str]:
     total: dict[tuple[str, str], int] = defaultdict(int)
     for entry in listed():
         total[entry.group, entry.env] += 1
-    lines = ["## Summary\n", *table("group", "env", "runs done", "best preset", "best of the peers")]
+    lines = [
+        "## Summary\n",
+        *table("group", "env", "runs done", "best preset; env steps", "best of the peers; env steps"),
+    ]
     for (group, env), count in total.items():
         methods = found[group][env]
         done = sum(len(finished(runs)) for runs in methods.values())
@@ -120,7 +138,7 @@ def rows(methods: Group) -> list[str]:
     for method in sorted(done, key=lambda name: -interquartile_mean(returns(done[name]))):
         records = done[method]
         human = [x for record in records if (x := record["score"].get("human_normalized")) is not None]
-        steps, seconds = f"{records[0]['curve'][-1][0]:,}", f"{np.mean([record['seconds'] for record in records]):.0f}"
+        steps, seconds = (f"{middle(records, key):,.0f}" for key in ("steps", "seconds"))
         normal = f"{np.mean(human):.2f}" if human else ""
         first = methods[method][0][0]
         score = measured([returns(records)])
@@ -136,17 +154,19 @@ def rows(methods: Group) -> list[str]:
 
 
 def same_time(methods: Group) -> list[str]:
-    """What each method has reached when the first one of all, ours or a peer's, was done."""
+    """What each method had reached when the first run of a peer was done."""
     done = {method: records for method, runs in methods.items() if (records := finished(runs))}
-    if len({method.startswith("sb3-") for method in done}) < 2:
+    peers = {method for method in done if method.startswith("sb3-")}
+    if not peers or len(peers) == len(done):
         return []
-    end = min(record["seconds"] for records in done.values() for record in records)
-    lines = ["", f"After {end:,} seconds, when the first of these runs was done:\n"]
+    end = min(record["seconds"] for method in peers for record in done[method])
+    lines = ["", f"After {end:,} seconds, when the first run of a peer was done (or before, at a run's own end):\n"]
     lines += table("method", "seeds", "env steps", "return of training episodes", "machine")
     found = []
     for method, records in done.items():
         points = [np.array(record["curve"], float).T for record in records if record["curve"]]
-        if not points or any(x[1, 0] > end for x in points):  # nothing is known of it at that time
+        if not points or any(x[1, 0] > end for x in points):
+            lines[1] = f"{lines[1][:-3]}; {method} had no episode yet):\n"
             continue
         steps, scores = (np.mean([np.interp(end, x[1], x[i]) for x in points]) for i in (0, 2))
         found.append((scores, row(method, len(records), f"{steps:,.0f}", f"{scores:.1f}", machines(records))))
@@ -238,8 +258,7 @@ def readme(text: str) -> str:
         runs = found.get(shown["name"], [])
         if records := finished(runs):
             score, between = measured([returns(records)])
-            seconds = f"{np.mean([record['seconds'] for record in records]):,.0f}"
-            steps = f"{records[0]['curve'][-1][0] / 1e6:.1f}M"
+            seconds, steps = f"{middle(records, 'seconds'):,.0f}", f"{middle(records, 'steps') / 1e6:.1f}M"
             score += f" ({between})" if between else ""
             new.append(row(env, command(runs[0][0]), len(records), steps, score, seconds))
         elif "older" in shown:

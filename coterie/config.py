@@ -133,7 +133,7 @@ class Algo:
     entropy_coef: NaturalFloat = 0.01  # times the policy's entropy
     entropy_schedule: Schedule = Schedule()
     entropy_target: float = 0.0  # nats; entropy_coef adapts to reach it (SEED RL). 0: no adaptation
-    normalize_advantage: bool = False  # a2c, ppo: within the batch; vtrace: by the running standard deviation
+    normalize_advantage: bool = False  # a2c, ppo: within the batch; vtrace: by their running root mean square
     poll: Natural = 0  # steps of each env between updates of the acting weights; 0: once per rollout
 
 
@@ -397,7 +397,7 @@ class Config:
     acting: str = "inline"  # inline, decoupled, central, or a registered name
     exchange: str = "auto"  # solo, allreduce, hogwild, store, gossip, a registered name; auto: solo or allreduce
     launch: Literal["local", "ray"] = "local"  # ray: on the machines of a Ray cluster
-    learners: Learners = 1  # auto: one for each GPU, or for each core if there are none
+    learners: Learners = 1  # auto: one for each GPU (gossip: up to 4 on a lone one), or for each core if there are none
     actors: Actors = "auto"  # actors, or env hosts, of all learners together
     max_lag: Natural = 0  # most learner steps by which acting weights may be older than those trained; 0: no such limit
     restarts: Natural = 3  # of learners that died or hung, in an hour, before the run fails

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 Obs = Any
 Array = NDArray[Any]
 Post = Callable[[str, Any], None]  # sends a message (its kind and content) to the parent process
+Needs = dict[str, tuple[object, str]]  # by options, separated by spaces: whether a run uses them, what they need
 T = TypeVar("T")
 
 

@@ -20,7 +20,7 @@ from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
 from coterie.parallel.stages import Stages
 from coterie.plugins import named
-from coterie.types import AgentOutput, ConfigError, CoterieError, Inputs, Post, Rollout, Spec
+from coterie.types import AgentOutput, ConfigError, CoterieError, Inputs, Needs, Post, Rollout, Spec
 
 # (network, inputs, core state, global ids of the envs, random numbers) -> output and the next core state
 Policy = Callable[[Model, Inputs, Tensor | None, Tensor, torch.Generator], tuple[AgentOutput, Tensor | None]]
@@ -224,6 +224,7 @@ class ActingKind(Generic[M]):
     batch_max: Callable[[Config], int] = lambda config: 0  # most envs in one forward pass; 0: no limit
     one_group: Callable[[Config], bool] = lambda config: False  # all envs of a process are acted on at once
     refusals: tuple[Refusal, ...] = ()
+    needs: Callable[[Config], Needs] = lambda config: {}  # its options that some runs do not use
     simulation: str = ""  # package.module:class, a `SimActing` of `coterie plan`; empty: plan leaves it out
 
     def along(self, setup: LearnerSetup) -> Acting:

@@ -285,6 +285,11 @@ KIND = ActingKind(
             "must not be below central.batch_min",
         ),
     ),
+    needs=lambda config: {
+        "central.queue central.batch_min central.batch_max": (not config.central.lockstep, "central.lockstep False"),
+        "central.wait": (config.central.batch_min and not config.central.lockstep, "central.batch_min"),
+        "central.newest_frame": (config.wire.bind, "wire.bind"),
+    },
     replay="coterie.acting.central_again:CentralAgain",
     simulation="coterie.tools.plan.acting:SimCentral",
 )

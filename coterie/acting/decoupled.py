@@ -169,6 +169,7 @@ KIND = ActingKind(
             "must be a multiple of the envs of an actor (env.num_envs x learners / actors)",
         ),
     ),
+    needs=lambda config: {"decoupled.queue": (not config.decoupled.lockstep, "decoupled.lockstep False")},
     replay="coterie.acting.actors_again:ActorsAgain",
     simulation="coterie.tools.plan.acting:SimDecoupled",
 )

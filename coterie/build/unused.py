@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import accumulate
 from operator import attrgetter
 
+from coterie.acting.table import acting_kind
 from coterie.algorithms.table import algorithm_class
 from coterie.choices import SECTIONS, is_own, uses
 from coterie.config import Config, Plugins
@@ -15,18 +16,16 @@ from coterie.envs.pool import is_atari
 from coterie.envs.tasks import tasks
 from coterie.envs.vector import APART
 from coterie.models.torsos import torso_of
-from coterie.types import Spec
-
-# By options or sections, separated by spaces: whether the run uses them, and what they need.
-_Needs = dict[str, tuple[object, str]]
+from coterie.types import Needs, Spec
 
 
 def unused(options: Iterable[str], config: Config, spec: Spec) -> Iterator[tuple[str, str]]:
     """Those of these fields that have no effect, and what each needs."""
     if config.plugins != Plugins() or is_own(config.acting) or is_own(config.exchange):  # they may use all
         return
-    rows: _Needs = {name: (uses(name, config), " or ".join(sorted(used))) for name, used in SECTIONS.items()}
+    rows: Needs = {name: (uses(name, config), " or ".join(sorted(used))) for name, used in SECTIONS.items()}
     rows |= _envs(config) | _networks(config, spec) | _runs(config)
+    rows |= acting_kind(config).needs(config)
     if not is_own(config.algorithm):
         rows |= _algorithms(config)
     needs = {name: need for names, (used, need) in rows.items() if not used for name in names.split()}
@@ -36,7 +35,7 @@ def unused(options: Iterable[str], config: Config, spec: Spec) -> Iterator[tuple
             yield name, found[-1]  # the most specific
 
 
-def _envs(config: Config) -> _Needs:
+def _envs(config: Config) -> Needs:
     apart = config.env.backend in APART
     workers = apart and not all(in_pool(replace(config.env, id=task)) for task in tasks(config.env.id))
     return {
@@ -46,7 +45,7 @@ def _envs(config: Config) -> _Needs:
     }
 
 
-def _networks(config: Config, spec: Spec) -> _Needs:
+def _networks(config: Config, spec: Spec) -> Needs:
     core, whole, sac = config.model.core, not config.model.network, config.algorithm == "sac"
     own = not whole or ":" in core  # a network or core of the user's, which may read these
     mlp = any(":" in config.model.torso or torso_of(o, config.model) == "mlp" for o in spec.obs.values())
@@ -61,7 +60,7 @@ def _networks(config: Config, spec: Spec) -> _Needs:
     }
 
 
-def _algorithms(config: Config) -> _Needs:
+def _algorithms(config: Config) -> Needs:
     algorithm, q, alpha = algorithm_class(config), config.q, config.replay.alpha
     values, policy, bc = algorithm.value_based, not algorithm.has_replay, uses("bc", config)
     epsilon, n_step = values and not q.noisy, policy and not (bc or uses("vtrace", config))
@@ -85,9 +84,9 @@ def _algorithms(config: Config) -> _Needs:
     }
 
 
-def _runs(config: Config) -> _Needs:
+def _runs(config: Config) -> Needs:
     adam = config.optim.rule.startswith("adam")
-    rows: _Needs = {
+    rows: Needs = {
         "algo.poll": (config.acting != "central", "acting inline or decoupled"),
         "optim.alpha": (not adam, "optim.rule rmsprop or rmsprop_tf"),
         "optim.beta1 optim.beta2": (adam, "optim.rule adam or adam_eps_hat"),

@@ -2,7 +2,8 @@
 
 Each layer attends to its own inputs at the last `memory` steps of the episode and at this one. Layer norm comes before
 attention and MLP, and gates with GRU-like weights take the place of residual connections (their section 3). Ours: a
-learned bias for each distance in place of Transformer-XL's sinusoids.
+learned bias for each distance in place of Transformer-XL's sinusoids and content biases, and an MLP whose hidden
+layer has twice the size.
 """
 
 from __future__ import annotations

@@ -127,9 +127,9 @@ def apex_dqn(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """Ape-X: DQN with actors and priorities, for several cores.
 
     Horgan et al. 2018: decoupled actors, an epsilon for each env, 0.4^(1 + 7 i / (N - 1)), first priorities (0.6, 0.4)
-    from the actors' values, double, dueling, three-step, batches of 512. As `dqn-512`, not as the paper: a replay of a
-    million env steps (two), the target network every 10,000 env steps, 156 updates (2,500). Ours: RMSProp is not
-    centered.
+    from the actors' values (of the chosen actions, not of the best ones), double, dueling, three-step, batches of 512.
+    As `dqn-512`, not as the paper: a replay of a million env steps (two), the target network every 10,000 env steps,
+    156 updates (2,500). Ours: RMSProp is not centered.
     """
     common = {
         "acting": "decoupled",

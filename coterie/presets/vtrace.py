@@ -80,8 +80,9 @@ def seed_vtrace(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """SEED RL with V-trace: central inference, for a GPU.
 
     Images: gcp/train_dmlab_explore_goal_locations_small.sh: env hosts without a policy, unrolls of 100 in batches of
-    32, mean losses, Adam without momentum, rewards clipped to [-1, 1], the ResNet. Left out: the KL penalty. Vectors
-    and continuous control: our settings for IMPALA.
+    32, mean losses, Adam without momentum, rewards clipped to [-1, 1], the ResNet. Left out: the KL penalty, and
+    but for `dmlab/...` the LSTM and the last action and reward: feed-forward on four frames. Vectors and continuous
+    control: our settings for IMPALA.
     """
     image = {
         "env.num_envs": envs(env, 64),

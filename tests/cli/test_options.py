@@ -135,6 +135,13 @@ ATARI, MLP, NET = "one of EnvPool's Atari games", "the torso mlp", "tests.suppor
         ("ppo --env.timeout 9 --env Pong-v5", {"env.timeout": "envs in worker processes"}),
         ("ppo --env.backend vector --env.threads 2", {"env.threads": "env.backend auto, pool or workers"}),
         ("appo --ppo.batch-size 2048 --algo.unroll-length 64", {"algo.unroll-length": "ppo.batch_size 0"}),
+        ("seed-vtrace --central.batch-min 8 --central.newest-frame True", {"central.newest-frame": "wire.bind"}),
+        (
+            "seed-vtrace --central.lockstep True --central.batch-size 0 --central.queue 2",
+            {"central.queue": "central.lockstep False"},
+        ),
+        ("impala --decoupled.queue 2", {}),
+        ("impala --decoupled.queue 2 --decoupled.lockstep True", {"decoupled.queue": "decoupled.lockstep False"}),
         ("seed-vtrace --algo.poll 2", {"algo.poll": "acting inline or decoupled"}),
         ("seed-r2d2 --q.epsilon 0.5", {"q.epsilon": "dqn or r2d2, without q.noisy or q.ladder"}),
         ("dqn --algo.gae-lambda 0.5 --q.epsilon 0.5", {"algo.gae-lambda": "a2c, ppo or vtrace"}),

@@ -25,6 +25,16 @@ def test_records():
     assert len([name for name in set(names) if re.fullmatch(r"[\w.-]+", name)]) == len(names)
 
 
+def test_runs_whose_layout_depends_on_the_cores_have_two(tmp_path, monkeypatch, capsys):
+    found = [
+        entry.record["machine"]["cores"] for entry in league_entries.entries() if entry.done and league.by_cores(entry)
+    ]
+    assert set(found) == {league.CORES}
+    monkeypatch.setattr(league, "available_cores", lambda: [0])
+    league.work([league.Entry("vectors", "gala-ppo", "CartPole-v1", 9, 1000, 1, ())], tmp_path)
+    assert "gala-ppo/CartPole-v1/9: needs 2 cores" in capsys.readouterr().out
+
+
 def test_readme():
     assert league_page.readme(text := (league_entries.ROOT / "README.md").read_text()) == text
 
@@ -69,11 +79,13 @@ def test_methods_are_compared_after_the_time_of_the_shortest_run():
         return [(league.Entry("vectors", method, "CartPole-v1", 0, 1000, 1, ()), record)]
 
     assert league_page.same_time({"a2c": runs("a2c", 10, 200.0)}) == []
-    shown = league_page.same_time({"a2c": runs("a2c", 10, 200.0), "sb3-a2c": runs("sb3-a2c", 40, 100.0)})
-    assert shown[1].startswith("After 10 seconds")
-    assert shown[-2:] == [
+    methods = {"a2c": runs("a2c", 10, 200.0), "sac": runs("sac", 160, 400.0), "sb3-a2c": runs("sb3-a2c", 40, 90.0)}
+    shown = league_page.same_time(methods)
+    assert shown[1].startswith("After 40 seconds")
+    assert shown[-3:] == [
         "| a2c | 1 | 1,000 | 200.0 | 2 x Intel Xeon |",
-        "| sb3-a2c | 1 | 250 | 25.0 | 2 x Intel Xeon |",
+        "| sac | 1 | 250 | 100.0 | 2 x Intel Xeon |",
+        "| sb3-a2c | 1 | 1,000 | 90.0 | 2 x Intel Xeon |",
     ]
 
 

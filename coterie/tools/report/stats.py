@@ -7,33 +7,36 @@ Their package rliable finds the same, but needs seaborn and arch below 8, which 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
 from coterie.types import Array
 
-_RESAMPLES, _ENDS = 2000, [0.025, 0.975]  # of 95% intervals
+_ENDS = [0.025, 0.975]  # of 95% intervals
+_RESAMPLES, _OF_CURVES = 50_000, 2000  # few seeds have few different means, so that 2,000 may miss the ends' steps
 
 
-def interquartile_mean(scores: Array) -> float:
-    """Mean of the middle half of all `scores`, without a quarter of them, rounded down, at each end."""
-    x = np.sort(scores, axis=None)
-    cut = len(x) // 4
-    return float(x[cut : len(x) - cut].mean())
+def interquartile_mean(scores: Array, axis: Literal[-1] | None = None) -> Any:
+    """Mean of the middle half of `scores`, of all or along the last axis, without a quarter of them, rounded down, at
+    each end.
+    """
+    x = np.sort(scores, axis)
+    cut = x.shape[-1] // 4
+    return x[..., cut : x.shape[-1] - cut].mean(-1)
 
 
 def interval(
-    strata: Sequence[Array], statistic: Callable[[Array], float] = interquartile_mean, seed: int = 0
+    strata: Sequence[Array], statistic: Callable[..., Array] = interquartile_mean, seed: int = 0
 ) -> tuple[float, float]:
-    """95% percentile bootstrap interval of `statistic` over all scores, resampled within each stratum (an env: one
-    score a run). The interval is NaN unless a stratum has two scores.
+    """95% percentile bootstrap interval of `statistic`, which takes an axis, over all scores, resampled within each
+    stratum (an env: one score a run). The interval is NaN unless a stratum has two scores.
     """
     if all(len(scores) < 2 for scores in strata):
         return float("nan"), float("nan")
     rng = np.random.default_rng(seed)
     drawn = [scores[rng.integers(len(scores), size=(_RESAMPLES, len(scores)))] for scores in strata]
-    found = np.array([statistic(row) for row in np.concatenate(drawn, axis=1)])
-    low, high = np.quantile(found, _ENDS)
+    low, high = np.quantile(statistic(np.concatenate(drawn, axis=1), axis=-1), _ENDS)
     return float(low), float(high)
 
 
@@ -57,6 +60,6 @@ def band(curves: Array) -> tuple[Array, Array, Array]:
     if len(curves) < 2:
         return middle, np.full_like(middle, np.nan), np.full_like(middle, np.nan)
     rng = np.random.default_rng(0)
-    drawn = curves[rng.integers(len(curves), size=(_RESAMPLES, len(curves)))].mean(1)
+    drawn = curves[rng.integers(len(curves), size=(_OF_CURVES, len(curves)))].mean(1)
     low, high = np.quantile(drawn, _ENDS, axis=0)
     return middle, low, high
