@@ -128,7 +128,7 @@ class Spec:
 
     @property
     def obs_bytes(self) -> int:
-        """Of one observation."""
+        """Bytes of one observation."""
         return sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in self.obs.values())
 
     def legal_rows(self, mask: Array) -> Array:
@@ -216,9 +216,13 @@ class Rollout:
     policy_version: Tensor  # [T, B] int64, learner step whose weights chose the action
     env_id: Tensor  # [B] int64
     core_state: Tensor | None = None  # [B, ...] before obs[0]; None without a core
-    episodes: list[tuple[float, int]] = field(default_factory=list)  # (return, length) of episodes that ended in it
-    episode_env: list[int] = field(default_factory=list)  # and their envs' ids
+    episodes: list[tuple[float, int, int]] = field(default_factory=list)  # that ended in it: return, length, env id
     origins: list[tuple[int, int, int]] = field(default_factory=list)  # of actors: (actor, its life, number in it)
+
+    @property
+    def inputs(self) -> Inputs:
+        """The model's input at each row, the bootstrap observation's included."""
+        return Inputs(self.obs, self.is_first, self.prev_action, self.prev_reward)
 
     @property
     def mask(self) -> Tensor:

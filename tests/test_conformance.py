@@ -14,7 +14,7 @@ from coterie.acting.table import ACTING
 from coterie.algorithms.table import ALGORITHMS
 from coterie.exchange.table import EXCHANGES
 from coterie.roles.learner_process import LearnerProcess
-from coterie.types import Array, Inputs, Rollout, map_tensors
+from coterie.types import Array, Rollout, map_tensors
 from tests.conftest import make_config
 from tests.envs.env_harness import Seen, check_counting
 from tests.support.cells import ON_POLICY, fast_and_slow
@@ -97,13 +97,7 @@ def _columns(picked: list[tuple[Rollout, int]]) -> Rollout:
         for k, x in vars(picked[0][0]).items()
         if isinstance(x, torch.Tensor)
     }
-    games = [
-        (game, env)
-        for r, b in picked
-        for game, env in zip(r.episodes, r.episode_env, strict=True)
-        if env == int(r.env_id[b])
-    ]
-    return Rollout(**fields, episodes=[game for game, _ in games], episode_env=[env for _, env in games])
+    return Rollout(**fields, episodes=[game for r, b in picked for game in r.episodes if game[2] == int(r.env_id[b])])
 
 
 def check_alignment(learner: LearnerProcess, seen: list[Rollout]) -> None:
@@ -163,7 +157,7 @@ def of_envs(seen: list[Rollout]) -> Seen:
     returns, lengths = np.full(terminated.shape, np.nan), np.zeros(terminated.shape)
     for env in range(4):
         ends = np.flatnonzero((terminated | truncated)[:, env])
-        games = [game for r in seen for game, of in zip(r.episodes, r.episode_env, strict=True) if of == env]
+        games = [(score, n) for r in seen for score, n, of in r.episodes if of == env]
         returns[ends, env], lengths[ends, env] = np.array(games).T
     obs, reward, is_first, action = map(rows, ("obs", "prev_reward", "is_first", "action"))
     return Seen(obs, reward, terminated, truncated, is_first, returns, lengths, np.arange(4), action)
@@ -201,9 +195,9 @@ def check_cartpole(algorithm, acting, exchange, groups, **changes):
         assert torch.equal(pushed > 0, r.action[ok] == 1)  # the force of this row's action moves this row's cart
         assert (r.reward[ok] == 1).all()
     truncated = sum(int(r.truncated.sum()) for r in seen)
-    lengths = [n for r in seen for _, n in r.episodes]
+    lengths = [n for r in seen for _, n, _ in r.episodes]
     assert truncated == sum(n == 12 for n in lengths) > 0
-    assert all(score == n for r in seen for score, n in r.episodes)
+    assert all(score == n for r in seen for score, n, _ in r.episodes)
 
 
 @pytest.mark.parametrize("acting", ACTING)
@@ -223,7 +217,7 @@ def test_lstm_state_replayed_from_core_state_is_the_acting_state(acting):
     assert all(r.core_state.abs().sum() > 0 for r in seen[1:])
     near = 1e-5 if learner.resources.device.type == "cpu" else 1e-3  # cuDNN's LSTM multiplies in TF32
     for r in seen:
-        inputs = Inputs(r.obs, r.is_first, r.prev_action, r.prev_reward)
+        inputs = r.inputs
         params, value, _ = learner.model(inputs, r.core_state)
         torch.testing.assert_close(value, r.behavior_value, atol=near, rtol=near)
         log_prob = learner.algorithm.dist.log_prob(params[:-1], r.action)

@@ -19,7 +19,6 @@ from coterie.config import ResolvedConfig
 from coterie.envs.tasks import envs_per_child
 from coterie.models.build import Network, acting_copy
 from coterie.parallel.affinity import keep_freed_memory
-from coterie.parallel.board import COUNTS
 from coterie.parallel.clock import awake
 from coterie.parallel.slots import Slots
 from coterie.parallel.stages import Stages
@@ -204,7 +203,7 @@ class Actor:
 
     def __init__(self, setup: WorkerSetup, memory: ActorMemory) -> None:
         self._counts = setup.board.counts[setup.row]
-        self._replaced = int(self._counts[COUNTS.index("replaced")])  # by earlier processes in this row
+        self._replaced = int(self._counts["replaced"])  # by earlier processes in this row
 
         def make_sink(agent: Agent, groups: list[slice], stages: Stages) -> ActorMailbox:
             return ActorMailbox(memory, setup, agent, groups, stages)
@@ -212,15 +211,15 @@ class Actor:
         self.loop = RolloutLoop(setup.envs, setup.make_agent(), self._count, make_sink)
 
     def _count(self, rows: int) -> None:
-        self._counts[COUNTS.index("produced")] += rows
+        self._counts["produced"] += rows
 
     def run(self, post: Post) -> None:
         def report() -> None:
-            self._counts[COUNTS.index("replaced")] = self._replaced + self.loop.envs.replaced
+            self._counts["replaced"] = self._replaced + self.loop.envs.reports.replaced
             post("acted", self.loop.report.take())
 
         def delivered() -> None:
-            self._counts[COUNTS.index("delivered")] = self._counts[COUNTS.index("produced")]
+            self._counts["delivered"] = self._counts["produced"]
             if self.loop.report.is_due():
                 report()
 

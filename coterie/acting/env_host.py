@@ -19,7 +19,6 @@ from coterie.acting.child_processes import Reporter, WorkerReport, reported
 from coterie.acting.recorder import Envs, env_loop
 from coterie.envs.tasks import envs_per_child
 from coterie.parallel.affinity import available_cores, keep_freed_memory
-from coterie.parallel.board import COUNTS
 from coterie.parallel.processes import scratch_folder
 from coterie.parallel.shm import InSharedMemory, Layout
 from coterie.parallel.stages import Stages
@@ -112,7 +111,7 @@ class EnvHost:
 
         self.loop = EnvLoop(host_envs(share), connect, self._check)
         self.loop.waits = partial(setup.board.blocked, setup.row)  # an answer may take as long as an evaluation
-        self._replaced = int(self.board.counts[self.row][COUNTS.index("replaced")])
+        self._replaced = int(self.board.counts["replaced"][self.row])
 
     def _check(self) -> None:
         self.board.heartbeat(self.row)
@@ -121,8 +120,8 @@ class EnvHost:
 
     def run(self, post: Post) -> None:
         def report(content: WorkerReport) -> None:
-            replaced = self._replaced + self.loop.envs.replaced
-            self.board.counts[self.row, COUNTS.index("replaced")] = replaced
+            replaced = self._replaced + self.loop.envs.reports.replaced
+            self.board.counts["replaced"][self.row] = replaced
             post("acted", content)
 
         with reported(lambda: report(self.loop.report.take())), suppress(Stopped):
@@ -150,7 +149,7 @@ class EnvLoop:
         self.envs, self.check, self.unroll, self.rest = envs, check, unroll, rest
         self.streams = [connect(g, cols.stop - cols.start) for g, cols in enumerate(envs.groups)]
         self.stages = Stages()
-        self.report = Reporter("host", self.stages, self.envs.news)
+        self.report = Reporter("host", self.stages, self.envs.reports.take)
         self.env_steps = 0
         self.waits: Callable[[], AbstractContextManager[None]] = nullcontext  # around each wait for the learner
 

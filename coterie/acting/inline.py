@@ -50,10 +50,10 @@ class Inline(Acting):
 
     def counts(self) -> dict[str, int]:
         """Valid rows produced and envs replaced, since the start."""
-        return {"produced": self.produced, "replaced": self.envs.replaced}
+        return {"produced": self.produced, "replaced": self.envs.reports.replaced}
 
     def news(self) -> EnvNews:
-        return self.envs.news()
+        return self.envs.reports.take()
 
     def publish(self, version: int) -> None:
         """The learner's weights changed: act with those of learner step `version` from now on."""

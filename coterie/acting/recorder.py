@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.envs.news import EnvNews
+from coterie.envs.news import Reports
 from coterie.parallel.stages import Stages
 from coterie.types import AgentOutput, Array, Inputs, Rollout, Spec, TimeStep, entries, from_entries
 
@@ -26,12 +26,10 @@ class Envs(Protocol):
     spec: Spec
     num_envs: int
     groups: list[slice]
+    reports: Reports
 
-    @property
-    def replaced(self) -> int: ...
     def recv(self, group: int) -> TimeStep: ...
     def send(self, group: int, action: Array | Tensor) -> None: ...  # recv then gives tensors, if the envs have such
-    def news(self) -> EnvNews: ...
     def close(self) -> None: ...
 
 
@@ -110,21 +108,20 @@ def valid_rows(fields: Fields) -> int:
     return int((~fields["is_first"][1:]).sum())
 
 
-def as_rollout(fields: Fields, device: torch.device, uploaded: Fields | None = None) -> Rollout:
+def as_rollout(fields: Fields, device: torch.device, uploaded: Mapping[str, Tensor] = {}) -> Rollout:
     """The rollout in `fields`, as views that are valid until the fields are written again. A field that is not on
     `device` is copied to it, unless `uploaded` has the copy already.
     """
-    copies = {} if uploaded is None else uploaded
 
     def up(name: str) -> Tensor:
-        x = copies.get(name, fields[name])
+        x = uploaded.get(name, fields[name])
         return x if x.device == device else x.to(device, non_blocking=True)
 
     obs = {k.removeprefix(_OBS): up(k) for k in fields if k.startswith(_OBS)}
     reward, action = up("reward"), up("action")
-    ended = fields["episode_length"].numpy()
-    rows, columns = np.nonzero(ended)
-    returns = fields["episode_return"].numpy()
+    score, length, env_id = (fields[name].numpy() for name in ("episode_return", "episode_length", "env_id"))
+    ended = np.nonzero(length)
+    of_each = score[ended], length[ended].astype(int), env_id[ended[1]]
     return Rollout(
         obs=from_entries(obs),
         is_first=up("is_first"),
@@ -139,8 +136,7 @@ def as_rollout(fields: Fields, device: torch.device, uploaded: Fields | None = N
         policy_version=up("version"),
         env_id=up("env_id"),
         core_state=up("core") if "core" in fields else None,
-        episodes=list(zip(returns[rows, columns].tolist(), ended[rows, columns].astype(int).tolist(), strict=True)),
-        episode_env=fields["env_id"].numpy()[columns].tolist(),
+        episodes=list(zip(*(x.tolist() for x in of_each), strict=True)),
     )
 
 

@@ -65,10 +65,6 @@ class RolloutBatch:
             return
         yield from map(self._cut, pieces)
 
-    def take(self, index: Tensor) -> RolloutBatch:
-        """The rows `[n]` of a flat batch, or the columns of one with time, at `index`; copied."""
-        return next(self.shuffled(index, 1))
-
     def shuffled(self, order: Tensor, pieces: int) -> Iterator[RolloutBatch]:
         """Minibatches of the rows, or columns, in `order` `[n]`. What is small is copied for all of them at once, which
         takes fewer calls; observations for one of them at a time.
@@ -86,7 +82,7 @@ class RolloutBatch:
         """The rows of half the envs (steps of one env are correlated); of shuffled rows the first half."""
         rows = torch.arange(self.mask.shape[-1], device=self.mask.device)
         turns = rows.view(-1, self.envs if self.envs > 1 else len(rows))
-        return self.take(turns[:, : max(1, turns.shape[1] // 2)].flatten())
+        return next(self.shuffled(turns[:, : max(1, turns.shape[1] // 2)].flatten(), 1))
 
     def _cut(self, at: slice) -> RolloutBatch:
         cut = itemgetter((slice(None), at) if self.mask.dim() > 1 else at)
@@ -134,7 +130,7 @@ class A2C(AlgorithmBase):
             target = gae(reward, rollout.behavior_value, rollout.terminated, mask, self.algo.gamma, 1.0)[1]
         self.explained = (rollout.behavior_value[:t], target, mask)
         r = rollout
-        inputs = Inputs(r.obs, r.is_first, r.prev_action, r.prev_reward).map(lambda x: x[:t])
+        inputs = r.inputs.map(lambda x: x[:t])
         batch = RolloutBatch(
             inputs, r.action, advantage, target, r.behavior_log_prob, r.behavior_value[:t], mask, r.core_state,
             t * b, self.chunk,

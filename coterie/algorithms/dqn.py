@@ -12,7 +12,7 @@ from torch import Tensor
 
 from coterie.algorithms.base import Loss, combine
 from coterie.algorithms.q_base import QLearning
-from coterie.algorithms.replay_base import ReplayBatch
+from coterie.algorithms.replay_base import ReplayBatch, single_steps
 from coterie.algorithms.replay_size import value_refusals
 from coterie.config import Config, Refusal
 from coterie.models.base import Model
@@ -20,7 +20,7 @@ from coterie.models.cores import is_recurrent
 from coterie.ops.q import cross_entropy, divergence, huber, project
 from coterie.parallel.graphs import recordable
 from coterie.replay.transitions import Transitions
-from coterie.types import Inputs, Obs, map_obs
+from coterie.types import map_obs
 
 # In bf16 each thread casts the weights again. A batch of 32, Nature, two threads against one, 2 cores of an AMD EPYC
 # (Zen 5): 1.2 times as fast in fp32, equal in bf16 (docs/benchmarks/speed.md).
@@ -45,16 +45,16 @@ class DQN(QLearning[Transitions]):
 
     @recordable
     def evaluate_target(self, target: Model, rows: Transitions, at: slice) -> Tensor:
-        params: Tensor = target(_inputs(map_obs(itemgetter(at), rows.next_obs), rows.action[at]))[0]
+        params: Tensor = target(single_steps(map_obs(itemgetter(at), rows.next_obs), rows.action[at]))[0]
         return params
 
     @recordable
     def loss(self, model: Model, batch: ReplayBatch[Transitions]) -> Loss:
         """The weighted error of the samples; their priority is its absolute value, or with C51 the divergence."""
         rows, after = batch.rows, batch.ahead
-        params = model(_inputs(rows.obs, rows.action))[0]
+        params = model(single_steps(rows.obs, rows.action))[0]
         with torch.no_grad():
-            chooser = model(_inputs(rows.next_obs, rows.action))[0] if self.q.double else after
+            chooser = model(single_steps(rows.next_obs, rows.action))[0] if self.q.double else after
             best = model.expected(chooser).argmax(-1)
         value = model.expected(params.detach()).gather(-1, rows.action[:, None])[:, 0]
         if self.q.atoms:
@@ -69,10 +69,3 @@ class DQN(QLearning[Transitions]):
             error, priority = huber(found - wanted, self.q.huber), (found - wanted).detach().abs()
         terms, watched = {"q_loss": (1.0, rows.weight * error)}, {"q": value, "q_error": priority}
         return replace(combine(terms, watched, batch.mask, batch.count), priority=priority)
-
-
-def _inputs(obs: Obs, action: Tensor) -> Inputs:
-    """Inputs of a network without a core."""
-    n = len(action)
-    first = torch.ones(n, dtype=torch.bool, device=action.device)
-    return Inputs(obs, first, action, torch.zeros(n, device=action.device))

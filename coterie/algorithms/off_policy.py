@@ -22,7 +22,7 @@ class OffPolicy:
         self.ess, self.clipped, self.steps, self.warned = 1.0, 0.0, 0, False
 
     def watch(self, log_ratio: Tensor, bar: float) -> dict[str, Tensor]:
-        """Of log ratios `[..]`; `bar`: above which a ratio is clipped, 0: none is."""
+        """Watched values of log ratios `[..]`; `bar`: above which a ratio is clipped, 0: none is."""
         rho = log_ratio.clamp(max=math.log(1e3)).exp()
         clipped = log_ratio > math.log(bar or math.inf)
         return {"rho": rho, "rho_square": rho**2, "rho_clipped": clipped.float()}

@@ -25,7 +25,7 @@ from coterie.replay.priority import Picks, rng_state, set_rng_state
 from coterie.replay.sequences import Sequences
 from coterie.replay.storage import Capacity, EnvReplay
 from coterie.replay.transitions import TransitionReplay, Transitions
-from coterie.types import Rollout, Spec, map_tensors
+from coterie.types import Inputs, Obs, Rollout, Spec, map_tensors
 
 R = TypeVar("R", Transitions, Sequences)  # what a replay gathers
 
@@ -57,6 +57,12 @@ class ReplayBatch(Generic[R]):
     def _part(self, at: slice) -> ReplayBatch[R]:
         cut = (*(slice(None),) * (self.mask.dim() - 1), at)
         return ReplayBatch(self.rows.part(at), self.ahead[cut], self.mask[cut], self.chunk, self.count)
+
+
+def single_steps(obs: Obs, action: Tensor) -> Inputs:
+    """Inputs `[N]` of a network without a core, which reads observations only."""
+    first = torch.ones(len(action), dtype=torch.bool, device=action.device)
+    return Inputs(obs, first, action, torch.zeros(len(action), device=action.device))
 
 
 class ReplayLearning(AlgorithmBase, ABC, Generic[R]):

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coterie.algorithms.base import ON_CPU, Compute, Loss, combine
-from coterie.algorithms.replay_base import ReplayBatch, ReplayLearning
+from coterie.algorithms.replay_base import ReplayBatch, ReplayLearning, single_steps
 from coterie.algorithms.replay_size import bounded, replay_refusals
 from coterie.config import Config, Q, Refusal, ResolvedConfig
 from coterie.config import Model as ModelConfig
@@ -195,9 +195,10 @@ class SAC(ReplayLearning[Transitions]):
         rows, net = batch.rows, cast(SACNetwork, model)
         target, alpha = cast(Critics, self.target), net.log_alpha.exp().detach()
         # First: older torch would train on the casts of weights that are made without a gradient.
-        action, log_prob = squashed(self._params(net, rows.obs), batch.ahead[:, 1])
+        action, log_prob = squashed(net(single_steps(rows.obs, rows.action))[0], batch.ahead[:, 1])
         with torch.no_grad():
-            after, log_prob_after = squashed(self._params(net, rows.next_obs), batch.ahead[:, 0])
+            then = net(single_steps(rows.next_obs, rows.action))[0]
+            after, log_prob_after = squashed(then, batch.ahead[:, 0])
             value = target(torch.cat((net.features(rows.next_obs), after), -1)).amin(0) - alpha * log_prob_after
             wanted = rows.n_step + rows.discount * value
         seen = net.features(rows.obs)
@@ -212,12 +213,6 @@ class SAC(ReplayLearning[Transitions]):
         watched = {"q": q.detach(), "entropy": -log_prob.detach(), "alpha": alpha.expand_as(q)}
         loss = combine(terms, watched, batch.mask, batch.count)
         return replace(loss, priority=error.detach().abs().amax(0))
-
-    def _params(self, net: SACNetwork, obs: Obs) -> Tensor:
-        """The policy's means and log deviations `[N, 2 A]`."""
-        n = len(next(iter(entries(obs).values())))
-        first = torch.ones(n, dtype=torch.bool, device=net.log_alpha.device)
-        return cast(Tensor, net(Inputs(obs, first, first, first))[0])
 
     @torch.no_grad()
     def after_step(self, model: Model, batch: ReplayBatch[Transitions]) -> None:  # type: ignore[override]

@@ -147,9 +147,8 @@ class VTrace(A2C):
     def _sequences(self, model: Model, rollout: Rollout) -> Sequences:
         reward = self.rewards.normalized(model, rollout)
         return Sequences(
-            Inputs(rollout.obs, rollout.is_first, rollout.prev_action, rollout.prev_reward),
-            rollout.action, reward, rollout.terminated, rollout.behavior_log_prob, rollout.mask, rollout.core_state,
-            rollout.reward.numel(),
+            rollout.inputs, rollout.action, reward, rollout.terminated, rollout.behavior_log_prob, rollout.mask,
+            rollout.core_state, rollout.reward.numel(),
         )  # fmt: skip
 
     def changing(self) -> dict[str, float]:

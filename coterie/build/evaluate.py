@@ -125,8 +125,8 @@ def evaluate(algorithm: AnyAlgorithm, model: Network, config: Config, trial: Tri
                 quota[i] -= 1
                 scores.returns.append(float(ts.episode_return[i]))
                 scores.lengths.append(int(ts.episode_length[i]))
-            envs.ignore(quota == 0)  # they step on
-        scores.info = envs.news().info
+            envs.reports.ignore(quota == 0)  # they step on
+        scores.info = envs.reports.take().info
     return scores
 
 

@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import get_args
 
 from coterie.acting.table import ACTING, acting_kind
 from coterie.algorithms.replay_size import replay_size
@@ -21,12 +21,11 @@ from coterie.models.build import try_out
 from coterie.models.heads import NoisyLinear
 from coterie.models.torsos import FOR_IMAGES
 from coterie.plugins import FIELDS, check_own, label, raised
-from coterie.runs.config_io import fields, get, shown
+from coterie.runs.config_io import TYPES, get, shown
 from coterie.types import ActionSpec, ConfigError, CoterieError, ObsSpec, Spec, counted, reason_of
 from coterie.wire.auth import without_keys
 
-_FIELDS = dict(fields())
-LAUNCHES: tuple[str, ...] = get_args(get_type_hints(Config)["launch"])
+LAUNCHES: tuple[str, ...] = get_args(TYPES["launch"])
 
 
 def _learn_alike(config: ResolvedConfig) -> bool:
@@ -89,7 +88,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "chaos.every",
         "needs child processes: several learners, actors, or env hosts",
     ),
-    *(_not_the_choice(f) for n in EXCHANGES for f in (f"{n}.bind", f"{n}.connect") if f in _FIELDS),
+    *(_not_the_choice(f) for n in EXCHANGES for f in (f"{n}.bind", f"{n}.connect") if f in TYPES),
     Refusal(
         lambda c, s: (
             c.model.torso in FOR_IMAGES and not c.model.network and not any(o.is_image for o in s.obs.values())
@@ -134,7 +133,7 @@ def check(config: ResolvedConfig, spec: Spec) -> None:
             memory = "model.network" if config.model.network else "model.core"
             field = refusal.field.replace("ACTING", config.acting).replace("MEMORY", memory)
             reason = refusal.reason.replace("ACTING", config.acting).replace("ALGORITHM", label(config.algorithm))
-            value = f"{shown(get(config, field))} " if field in _FIELDS else ""  # a registered acting has no section
+            value = f"{shown(get(config, field))} " if field in TYPES else ""  # a registered acting has no section
             raise ConfigError(f"{field}: {value}{reason}")
     if 0 < config.max_lag < (least := acting_kind(config).least_lag(config, updates_of(config))):
         raise ConfigError(f"max_lag: {config.max_lag} must be at least {least} for this layout, or 0 for no such limit")

@@ -272,7 +272,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     finally:
         flush()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

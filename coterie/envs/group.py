@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from operator import itemgetter
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -240,9 +239,7 @@ class Envs:
         self.num_envs = env.num_envs
         size = env.num_envs // groups
         self.groups = [slice(g * size, (g + 1) * size) for g in range(groups)]
-        self._reports = Reports(env)
-        self.news = self._reports.take  # what happened since the last call
-        self.ignore = self._reports.ignore
+        self.reports = Reports(env)
         self._groups: list[Group] = []
         self._backends: list[Backend] = []
         try:
@@ -250,9 +247,7 @@ class Envs:
                 ids = np.arange(cols.start, cols.stop, dtype=np.int64) + first_env_id
                 self._backends.append(make([env_seed(seed, int(i)) for i in ids]))
                 terminal = env.time_limit == "terminate"
-                self._groups.append(
-                    Group(self._backends[-1], ids, seed, terminal, self._reports, events or EnvEvents())
-                )
+                self._groups.append(Group(self._backends[-1], ids, seed, terminal, self.reports, events or EnvEvents()))
             for _ in zip_longest(*(group.start(env.decorrelate) for group in self._groups)):
                 pass  # both groups step at once
         except BaseException:
@@ -264,11 +259,6 @@ class Envs:
         self._delay = env.delay * delayed
         self.board: Board | None = None  # from which the envs take attributes
         self._to_host = True  # whether observations are copied to the host
-
-    @property
-    def replaced(self) -> int:
-        """Envs that were replaced so far."""
-        return self._reports.replaced
 
     def recv(self, group: int) -> TimeStep:
         """Wait for a group's TimeStep; the first one holds the first observations."""
@@ -289,7 +279,5 @@ class Envs:
     def __enter__(self) -> Envs:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

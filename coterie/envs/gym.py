@@ -31,7 +31,6 @@ _LAB_EXAMPLE = "dmlab:DMLab"  # examples/envs/dmlab.py
 _DEEPEST = 8  # dicts in an info, one in the other: some hold themselves
 _METHOD = "action_masks"  # of an env: the name that Stable-Baselines3's contributions use
 GymEnv = gymnasium.Env[Any, Any]
-Layout = dict[str, tuple[tuple[int, ...], str]]  # shape and dtype by name
 
 
 def is_gym_id(env_id: str) -> bool:
@@ -138,11 +137,11 @@ def _info_has_mask(env: GymEnv) -> bool:
     return False
 
 
-def layout(declared: Declared, n: int) -> Layout:
+def layout(declared: Declared, n: int) -> dict[str, tuple[tuple[int, ...], str]]:
     """The arrays of `n` instances: actions as the env takes them, and the fields of `StepResults`."""
     spec, fields, actions, _ = declared
     action = actions.to_env(np.zeros((1, *spec.action.shape), spec.action.dtype))
-    arrays: Layout = {f"obs/{f.name}": ((n, *f.spec.shape), f.spec.dtype) for f in fields}
+    arrays = {f"obs/{f.name}": ((n, *f.spec.shape), f.spec.dtype) for f in fields}
     arrays |= {"action": ((n, *action.shape[1:]), spec.action.dtype), "reward": ((n,), "float32")}
     return arrays | dict.fromkeys(("terminated", "truncated", "first"), ((n,), "bool"))
 

@@ -22,7 +22,7 @@ from coterie import config
 from coterie.envs.backend import Backend, Declared, StepResults, declare
 from coterie.envs.families import import_envpool
 from coterie.envs.gym import numbers
-from coterie.types import Array, ConfigError, from_entries
+from coterie.types import Array, ConfigError, first_line, from_entries
 
 # The Debian 12 package of each shared library (Debian 13 has the same names, ending in t64, and accepts these).
 _PACKAGES = {
@@ -135,8 +135,7 @@ def _guarded(env_id: str, make: Any, options: dict[str, Any]) -> Any:
             raise ConfigError(f"env.kwargs: EnvPool's {env_id!r} has no option {found.group(1)!r}; {hint}") from error
         raise ConfigError(f"env.id {env_id!r}: an option has a wrong type: {json.dumps(options)}") from error
     except (AssertionError, ValueError, RuntimeError, KeyError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ConfigError(f"env.id {env_id!r}: EnvPool reports: {reason[0]}") from error
+        raise ConfigError(f"env.id {env_id!r}: EnvPool reports: {first_line(error)}") from error
 
 
 def pool_declared(env: config.Env, atari: config.Atari) -> Declared:

@@ -86,7 +86,7 @@ def _field(
         return ObsField(name, path, one_hot, _one_hot(sizes, start), tuple(space.shape or ()), form)
     if isinstance(space, spaces.MultiBinary):
         bits = ObsSpec(shape := tuple(space.shape), "int8", 0.0, 1.0)
-        return ObsField(name, path, bits, _plain((), "int8"), shape, "as int8")
+        return ObsField(name, path, bits, _plain("int8"), shape, "as int8")
     if isinstance(space, spaces.Box):
         shape = tuple(space.shape) or (1,)
         dtype = space.dtype.name if space.dtype is not None and space.dtype.name in _KEPT else "float32"
@@ -94,7 +94,7 @@ def _field(
         same = space.dtype is not None and space.dtype.name == dtype and space.shape != ()
         codes = _GRID_CODES if _GRID.match(env_id) and name == "image" and shape[2:] == (len(_GRID_CODES),) else ()
         spec = ObsSpec(shape, dtype, low, high, codes=codes)
-        convert, form = (None, ObsField.form) if same else (_plain(space.shape, dtype), f"as {dtype}")
+        convert, form = (None, ObsField.form) if same else (_plain(dtype), f"as {dtype}")
         return ObsField(name, path, spec, convert, tuple(space.shape), form)
     raise ConfigError(
         f"env.id {env_id!r}: {f'observation {name!r}' if name else 'the observation space'} is {type(space).__name__}; "
@@ -102,9 +102,8 @@ def _field(
     )
 
 
-def _plain(shape: tuple[int, ...], dtype: str) -> Convert:
-    scalar = shape == ()
-    return lambda x: on_host(x.reshape(len(x), 1) if scalar and x.ndim == 1 else x).astype(dtype)
+def _plain(dtype: str) -> Convert:
+    return lambda x: on_host(x.reshape(-1, 1) if x.ndim == 1 else x).astype(dtype)
 
 
 def obs_fields(env_id: str, space: spaces.Space[Any], text: Collection[str] = ()) -> list[ObsField]:

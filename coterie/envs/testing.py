@@ -32,7 +32,7 @@ class CountingEnv(gymnasium.Env[Any, Any]):
         continuous: bool = False,
         actions: int = 4,
     ) -> None:
-        self.length, self.kind, self.continuous = length, obs, continuous
+        self.length, self.kind = length, obs
         vector = spaces.Box(-np.inf, np.inf, (2,), np.float32)
         image = spaces.Box(0, 255, (1, 6, 6), np.uint8)
         both = spaces.Dict({"inner": spaces.Dict({"vector": vector}), "image": image})

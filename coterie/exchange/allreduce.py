@@ -34,7 +34,7 @@ from coterie.parallel.params import FlatParams
 from coterie.parallel.processes import PeerLost
 from coterie.parallel.shm import SharedArrays
 from coterie.types import first_line
-from coterie.wire.auth import is_local, read_token, split
+from coterie.wire.auth import both_ends, is_local, read_token, split
 from coterie.wire.tokens import own_token, scoped
 
 # The parent ends those that wait for a dead learner, and one that hangs: a time-out of NCCL's own would also pass while
@@ -229,7 +229,7 @@ def memory(setup: Setup) -> SharedArrays | None:
 
 
 def address(config: Config) -> str:
-    """Of the rendezvous between machines; empty on a single machine."""
+    """HOST:PORT of the rendezvous between machines; empty on a single machine."""
     return config.allreduce.bind or config.allreduce.connect
 
 
@@ -270,11 +270,7 @@ KIND = ExchangeKind(
         "allreduce.machines": machines,
     },
     refusals=(
-        Refusal(
-            lambda c, s: bool(c.allreduce.bind) and bool(c.allreduce.connect),
-            "allreduce.connect",
-            "cannot be combined with allreduce.bind: a machine either listens or connects",
-        ),
+        both_ends("allreduce"),
         Refusal(
             lambda c, s: bool(c.allreduce.bind) and split(c.allreduce.bind)[0] in ("0.0.0.0", "::"),
             "allreduce.bind",

@@ -14,7 +14,7 @@ from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.flight.life import Life, Note, unrecorded
 from coterie.models.heads import Moments
 from coterie.ops.optim import Rule, flat_norm_clip
-from coterie.parallel.board import COUNTS, Board
+from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
 from coterie.parallel.shm import SharedArrays
 from coterie.plugins import named, substitute
@@ -77,11 +77,11 @@ class Exchange(ABC):
 
     def start(self, own: int, total: int) -> None:
         """Go on from this learner's env steps and those of all."""
-        self.board.counts[self.rank, COUNTS.index("started")] = own
+        self.board.counts["started"][self.rank] = own
 
     def count(self, rows: int) -> None:
         """This learner begins to learn from more rows."""
-        self.board.counts[self.rank, COUNTS.index("started")] += rows
+        self.board.counts["started"][self.rank] += rows
 
     def __enter__(self) -> Exchange:
         return self

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.config import Config, Refusal
+from coterie.config import Config
 from coterie.exchange.base import ExchangeKind, Setup, check_finite
 from coterie.exchange.mailboxes import MAX_REMOTE_LEARNERS, Mailboxes, Message, mailbox_arrays
 from coterie.exchange.solo import Solo
@@ -32,7 +32,7 @@ from coterie.parallel.params import FlatParams
 from coterie.parallel.seqlock import Seqlock
 from coterie.parallel.shm import SharedArrays, fence
 from coterie.types import Array, ConfigError, CoterieError
-from coterie.wire.auth import without_keys
+from coterie.wire.auth import both_ends, without_keys
 
 _AHEAD = 3  # mixes between a learner's return and its first message: the others go on meanwhile
 _READS = 100  # attempts, a millisecond apart, to read a message that its writer overwrites
@@ -284,14 +284,7 @@ KIND = ExchangeKind(
     link="coterie.remote.gossip_link:link",
     address=lambda config: config.gossip.bind or config.gossip.connect,
     link_settings=lambda bind, connect, machines: {"gossip.bind": bind, "gossip.connect": connect},
-    refusals=(
-        without_keys("gossip.bind"),
-        Refusal(
-            lambda c, s: bool(c.gossip.bind) and bool(c.gossip.connect),
-            "gossip.connect",
-            "cannot be combined with gossip.bind: a run either listens or connects",
-        ),
-    ),
+    refusals=(without_keys("gossip.bind"), both_ends("gossip")),
     replay="coterie.exchange.gossip_again:GossipAgain",
     replayed="coterie.exchange.gossip_again:Messages",
     simulation="coterie.tools.plan.learners:SimGossip",

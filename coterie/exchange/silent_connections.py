@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 import sys
 import threading
 from contextlib import suppress
@@ -15,9 +14,7 @@ from typing import Any
 import psutil
 
 from coterie.parallel.clock import awake
-
-_RECEIVED = 128  # where the bytes received are in the kernel's struct tcp_info, a 64-bit number
-_INFO = _RECEIVED + 8
+from coterie.wire.auth import received
 
 
 class SilentConnections:
@@ -56,8 +53,7 @@ class SilentConnections:
         with suppress(OSError), socket.socket(one.family, one.type, 0, os.dup(one.fd)) as connection:
             if connection.getpeername()[1] != one.raddr.port:  # the descriptor is another one's by now
                 return False
-            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO)
-            if len(info) == _INFO and not struct.unpack_from("Q", info, _RECEIVED)[0]:
+            if received(connection) == 0:
                 if close:
                     connection.shutdown(socket.SHUT_RDWR)  # its owner finds it closed
                     self.closed += 1

@@ -37,7 +37,7 @@ _line = json.JSONEncoder(separators=(",", ":")).encode  # `dumps` with separator
 
 
 def path_of(folder: Path, rank: int, life: int, worker: int | None = None) -> Path:
-    """Of a learner, or of one of its child processes."""
+    """The path of a learner's record, or of a child process's."""
     return folder / "flight" / f"{f'learner_{rank}' if worker is None else f'worker_{rank}_{worker}'}.life_{life}"
 
 

@@ -36,7 +36,7 @@ def check_run(config: ResolvedConfig, spec: Spec) -> None:
         check_free(offset(config.wire.bind, rank), "wire.bind")
     if config.wire.cert and config.wire.key:
         check_pair(config.wire.cert, config.wire.key)
-    resolve_resources(config, spec)
+    resolve_resources(config, spec)  # refuses a device, and measures bf16 once for all processes
     algorithm_class(config).check_data(config, spec)
     unroll = algorithm_class(config).unroll_length(config)
     rows = (unroll + 1) * config.env.num_envs * config.learners

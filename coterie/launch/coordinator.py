@@ -199,8 +199,8 @@ class Coordinator:
         """What the next order asks for; 0 where none is due."""
         if self.paused or not self.retries.are_due:
             return 0
-        judged = self.config.eval.every and 0 in self.members and not self.board.stopping
-        scored = SAVE | EVALUATE if judged and self.ledger.env_steps >= self.next_eval else 0
+        evaluates = self.config.eval.every and 0 in self.members and not self.board.stopping
+        scored = SAVE | EVALUATE if evaluates and self.ledger.env_steps >= self.next_eval else 0
         if self.idle:  # the last order is near
             return (scored or SAVE | LAST) if self.members <= self.idle else 0
         first = self.ledger.resumes == 0 and not self.board.sealed  # from here on there is something to resume from

@@ -16,7 +16,7 @@ from coterie.acting.table import acting_kind
 from coterie.build.evaluate import Scores
 from coterie.config import ResolvedConfig
 from coterie.envs.tasks import overall, task_of, tasks
-from coterie.parallel.board import COUNTS, Board
+from coterie.parallel.board import Board
 from coterie.parallel.meters import Busy, Energy
 from coterie.roles.entry import LearnerReport
 from coterie.runs.metrics import Episodes
@@ -228,7 +228,7 @@ class Ledger:
         return {"env_steps": self.env_steps, "env_steps_per_s": rate, "frames_per_s": rate * self.spec.action_repeat}
 
     def _totals(self) -> dict[str, Any]:
-        """Of the whole run, for the lines of metrics and the summary."""
+        """Sums over the whole run, for the lines of metrics and the summary."""
         board = self.board
         return {
             "learner_steps": board.sum("learner_steps"),
@@ -238,7 +238,7 @@ class Ledger:
             "masked_steps": board.sum("masked"),
             "envs_replaced": board.sum("replaced"),
             "skipped_batches": board.sum("skipped"),
-            "policy_lag_max": int(board.counts[:, COUNTS.index("policy_lag_max")].max()),
+            "policy_lag_max": int(board.counts["policy_lag_max"].max()),
         }
 
     def _task_returns(self) -> dict[str, float]:

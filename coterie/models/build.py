@@ -21,7 +21,6 @@ from coterie.models.heads import NoisyLinear, Normalizer, QHead, init
 from coterie.models.text import TextTorso
 from coterie.models.torsos import build_pair, build_torso
 from coterie.ops.dist import ILLEGAL, make_distribution
-from coterie.ops.q import support
 from coterie.plugins import call
 from coterie.types import MASK, ConfigError, Inputs, Obs, ObsSpec, Spec, entries, from_entries, map_obs
 
@@ -70,7 +69,7 @@ class Network(nn.Module):
         else:
             self._build(obs, q)
         if q is not None and q.atoms:
-            self.register_buffer("atoms", support(q.atoms, q.v_min, q.v_max), persistent=False)
+            self.register_buffer("atoms", torch.linspace(q.v_min, q.v_max, q.atoms), persistent=False)
         self.log_std = None
         if spec.action.low:
             self.log_std = nn.Parameter(torch.full((len(spec.action.low),), config.init_log_std))

@@ -123,7 +123,7 @@ class Packing(NamedTuple):
 
 
 def pack(is_first: Array) -> Packing:
-    """Of `[T, B]` rows, of which those that are first begin an episode."""
+    """The packing of `[T, B]` rows, of which those that are first begin an episode."""
     length, width = is_first.shape
     starts = is_first.copy()
     starts[0] = True

@@ -156,7 +156,7 @@ class Normalizer(nn.Module):
 
 
 def _deviation(away: Tensor, nearest: int) -> Tensor:
-    """Of the `nearest` rows, where all others are at the center."""
+    """Deviation of the `nearest` rows, where all others are at the center."""
     return (away.sort(0).values[:nearest].square().sum(0) / len(away)).sqrt()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MAX_LOG_RATIO = 20.0  # exp overflows at 88, and 0 * inf would make the gradient of a clipped element NaN
+MAX_LOG_RATIO = 20.0  # exp overflows at 88, and 0 * inf would make the gradient of a clipped element NaN
 
 
 def _same(*tensors: Tensor) -> None:
@@ -31,9 +31,9 @@ class _PPOClip(torch.autograd.Function):
         ctx: Any, log_prob: Tensor, behavior_log_prob: Tensor, advantage: Tensor, clip: float | Tensor
     ) -> Tensor:
         log_ratio = log_prob - behavior_log_prob
-        ratio = log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp_()
+        ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp_()
         plain, clipped = ratio * advantage, ratio.clamp(1 - clip, 1 + clip).mul_(advantage)  # type: ignore[arg-type]
-        active = (plain <= clipped).logical_and_(log_ratio.abs_() <= _MAX_LOG_RATIO)
+        active = (plain <= clipped).logical_and_(log_ratio.abs_() <= MAX_LOG_RATIO)
         ctx.save_for_backward(torch.where(active, plain, 0.0).neg_())  # the derivative of the ratio is the ratio
         return torch.minimum(plain, clipped).neg_()
 
@@ -56,7 +56,7 @@ def ppo_stats(log_prob: Tensor, behavior_log_prob: Tensor, clip: float | Tensor)
     The KL estimator is ratio - 1 - log ratio: unbiased and never negative (http://joschu.net/blog/kl-approx.html, k3).
     """
     _same(log_prob, behavior_log_prob)
-    log_ratio = (log_prob - behavior_log_prob).clamp_(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    log_ratio = (log_prob - behavior_log_prob).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     excess = log_ratio.expm1()
     return (excess.abs() > clip).float(), excess - log_ratio
 

@@ -26,11 +26,6 @@ def unscale(x: Tensor) -> Tensor:
     return out.to(x.dtype)
 
 
-def support(atoms: int, v_min: float, v_max: float) -> Tensor:
-    """`[atoms]` returns that a distribution gives probabilities of."""
-    return torch.linspace(v_min, v_max, atoms)
-
-
 @torch.no_grad()
 def project(probs: Tensor, n_step: Tensor, discount: Tensor, z: Tensor) -> Tensor:
     """Move `probs` `[N, atoms]` from the support `z` to `n_step + discount z` and share it out to `z` again (C51,

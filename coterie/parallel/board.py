@@ -13,7 +13,7 @@ from typing import Any
 
 from coterie.parallel.clock import awake
 from coterie.parallel.seqlock import Seqlock
-from coterie.parallel.shm import InSharedMemory, fence
+from coterie.parallel.shm import InSharedMemory, Layout, fence
 from coterie.types import Array, CoterieError
 
 #: What each learner, and each actor, counts. `produced`: rows acted; `delivered`: those that an actor has handed to its
@@ -34,12 +34,12 @@ class Board(InSharedMemory):
 
     def __init__(self, learners: int, actors: int = 0) -> None:
         rows = learners + actors
-        layout = {
-            "counts": ((rows, len(COUNTS)), "int64"),
+        layout: Layout = {
+            "counts": ((rows,), [(name, "int64") for name in COUNTS]),
             "heartbeat": ((rows,), "float64"),
             "alive": ((rows,), "float64"),
             "blocked": ((rows,), "int64"),
-            "order": ((5,), "int64"),
+            "order": ((), [(name, "int64") for name in ("number", "what", "stop", "closed", "sealed")]),
             "evaluated": ((1,), "int64"),
             "begun": ((1,), "int64"),
             "arrivals": ((learners,), "int64"),
@@ -53,7 +53,7 @@ class Board(InSharedMemory):
         self.heartbeats: Array = arrays["heartbeat"]  # monotonic time of its last heartbeat
         self.alive: Array = arrays["alive"]  # when its interpreter last ran; 0: it does not show that
         self._blocked: Array = arrays["blocked"]
-        self._order: Array = arrays["order"]  # number, what, stop, closed, sealed
+        self._order: Array = arrays["order"]
         self.evaluated: Array = arrays["evaluated"]  # number of the last order whose evaluation has ended
         self.begun: Array = arrays["begun"]  # 1 once the callbacks have started
         self._arrivals: Array = arrays["arrivals"]
@@ -63,7 +63,7 @@ class Board(InSharedMemory):
 
     def write(self, row: int, counts: Mapping[str, int]) -> None:
         for name, value in counts.items():
-            self.counts[row, COUNTS.index(name)] = value
+            self.counts[name][row] = value
         self.heartbeat(row)
 
     def heartbeat(self, row: int) -> None:
@@ -78,7 +78,7 @@ class Board(InSharedMemory):
         return dict(zip(COUNTS, self.counts[row].tolist(), strict=True))
 
     def sum(self, name: str) -> int:
-        return int(self.counts[:, COUNTS.index(name)].sum())
+        return int(self.counts[name].sum())
 
     @property
     def in_flight(self) -> int:
@@ -88,26 +88,26 @@ class Board(InSharedMemory):
 
     def give(self, what: int) -> int:
         """Order all learners to save, or to save and evaluate; returns the order's number. One order at a time."""
-        self._order[1] = what
+        self._order["what"] = what
         fence()  # a learner that reads the number must read what belongs to it
-        self._order[0] += 1
-        return int(self._order[0])
+        self._order["number"] += 1
+        return int(self._order["number"])
 
     @property
     def order(self) -> tuple[int, int]:
         """The number of the latest order, and what it asks for."""
-        number = int(self._order[0])
+        number = int(self._order["number"])
         fence()
-        return number, int(self._order[1])
+        return number, int(self._order["what"])
 
     def seal(self) -> None:
         """The checkpoint of the latest order is complete."""
-        self._order[4] = self._order[0]
+        self._order["sealed"] = self._order["number"]
 
     @property
     def sealed(self) -> int:
         """The number of the last order whose checkpoint is complete."""
-        return int(self._order[4])
+        return int(self._order["sealed"])
 
     def set_attribute(self, name: str, value: Any) -> None:
         """Set an attribute of all envs. Only learner 0 does that."""
@@ -127,7 +127,7 @@ class Board(InSharedMemory):
 
     def continue_orders(self, before: Board) -> None:
         """Count on from the orders of `before`: no two orders of a run have the same number, or the same draft."""
-        self._order[[0, 4]] = before._order[[0, 4]]
+        self._order["number"], self._order["sealed"] = before._order["number"], before._order["sealed"]
 
     def meet(self, rank: int, timeout: float) -> None:
         """Wait until every learner has arrived here as often as `rank`."""
@@ -160,20 +160,20 @@ class Board(InSharedMemory):
 
     def stop(self, resumes: bool = False) -> None:
         """Ask all learners to end their training. `resumes`: it is to go on later."""
-        self._order[2] = 2 if resumes else 1
+        self._order["stop"] = 2 if resumes else 1
 
     @property
     def resumes(self) -> bool:
-        return int(self._order[2]) == 2
+        return int(self._order["stop"]) == 2
 
     @property
     def stopping(self) -> bool:
-        return bool(self._order[2])
+        return bool(self._order["stop"])
 
     def close(self) -> None:
         """Ask the actors to end: nothing more will be learned."""
-        self._order[3] = 1
+        self._order["closed"] = 1
 
     @property
     def closed(self) -> bool:
-        return bool(self._order[3])
+        return bool(self._order["closed"])

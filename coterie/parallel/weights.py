@@ -39,7 +39,7 @@ class Weights(InSharedMemory):
 
     @property
     def version(self) -> int:
-        """Of the newest copy; -1 before the first."""
+        """The newest copy's; -1 before the first."""
         newest = int(self._newest[0])
         return -1 if newest < 0 else int(self._version[newest])
 

@@ -147,7 +147,7 @@ class RolloutService:
 
     @property
     def envs(self) -> int:
-        """Of the remote actors that are connected."""
+        """Envs of the remote actors that are connected."""
         return self.streams.total() * self.slots.width
 
     def close(self) -> None:

@@ -45,7 +45,7 @@ class TrajectoryReplay:
         values = {name: next(sampled) for name in _NAMES}
         values |= {"action": values["prev_action"][1:], "reward": values["prev_reward"][1:]}
         core = None if like.core_state is None else next(sampled)
-        return replace(like, obs=obs, core_state=core, episodes=[], episode_env=[], origins=[], **values)
+        return replace(like, obs=obs, core_state=core, episodes=[], origins=[], **values)
 
 
 # What replay needs of a rollout; `action` and `reward` are rows of the previous ones.

@@ -178,7 +178,7 @@ class Service:
     def after_rollout(self, rollout: Rollout) -> bool:
         """Returns True where the training ends: the budget is used up, or the parent stops it."""
         learner = self.learner
-        self.episodes += [(*episode, i) for episode, i in zip(rollout.episodes, rollout.episode_env, strict=True)]
+        self.episodes += rollout.episodes
         learner.write_counts()
         if line := learner.life.trouble():
             self.post("said", line)

@@ -223,7 +223,7 @@ class LearnerProcess:
         return counts
 
     def news(self) -> EnvNews:
-        """Of its envs, and of remote ones and their clients."""
+        """News of its envs, of remote ones and of their clients."""
         (failures, info), (clients, remote) = self.acting.news(), self.servers.news()
         info.add(remote)
         outliers = []

@@ -83,5 +83,5 @@ class LifeRecord:
 
 
 def digest_of_state(tensors: Tensors) -> str:
-    """Of what a learner begins with, without its random numbers."""
+    """Digest of the state that a learner begins with, without its random numbers."""
     return digest({group: x for group, x in tensors.items() if group != "rng"})

@@ -15,6 +15,7 @@ import numbers
 import re
 import sys
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
@@ -289,7 +290,4 @@ def _options(args: list[str]) -> dict[str, list[str]]:
 
 def get(config: Config, name: str) -> Any:
     """The value of a dotted field."""
-    value: Any = config
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
+    return attrgetter(name)(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -34,9 +35,7 @@ def _number(value: Any) -> str:
 def _duration(seconds: float) -> str:
     if seconds >= 86400 * 1000:
         return "-"  # no rate yet
-    hours, rest = divmod(int(seconds), 3600)
-    clock = f"{hours % 24}:{rest // 60:02}:{rest % 60:02}"
-    return clock if hours < 24 else f"{hours // 24} d {clock}"
+    return str(timedelta(seconds=int(seconds)))
 
 
 def curve(values: list[float], columns: int = _CURVE) -> str:

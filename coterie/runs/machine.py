@@ -33,7 +33,7 @@ def describe() -> dict[str, Any]:
 
 
 def versions(packages: Iterable[str] = ("coterie", *_CORE, "ale-py")) -> dict[str, str]:
-    """Of Python and of packages, such as those that step envs."""
+    """Versions of Python and of packages, such as those that step envs."""
     return {"python": platform.python_version()} | {p: v for p in packages if (v := version(p))}
 
 

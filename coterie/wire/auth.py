@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 import ssl
+import sys
 from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
@@ -38,6 +39,13 @@ def without_keys(field: str) -> Refusal:
         return bool(address) and not is_local(address) and not (wire.token_file and wire.cert and wire.key)
 
     return Refusal(applies, field, "needs wire.token_file, wire.cert and wire.key: other machines can reach it")
+
+
+def both_ends(section: str) -> Refusal:
+    """Refuses a run that would both listen for others and connect to one."""
+    bind, connect = attrgetter(f"{section}.bind"), attrgetter(f"{section}.connect")
+    reason = f"cannot be combined with {section}.bind: a run either listens or connects"
+    return Refusal(lambda c, s: bool(bind(c) and connect(c)), f"{section}.connect", reason)
 
 
 def split(address: str) -> tuple[str, int]:
@@ -84,6 +92,14 @@ def _check_socket(path: Path) -> None:
         client.setblocking(False)
         if client.connect_ex(str(path)) not in (errno.ENOENT, errno.ECONNREFUSED):  # refused: its server is gone
             raise OSError(os.strerror(errno.EADDRINUSE))
+
+
+def received(connection: socket.socket) -> int | None:
+    """How many bytes came in by a TCP connection, as Linux counts them; None where the system does not say."""
+    with suppress(AttributeError, OSError):
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
+        return int.from_bytes(info[128:], sys.byteorder) if len(info) == 136 else None
+    return None
 
 
 def join(host: str, port: int) -> str:

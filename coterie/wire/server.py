@@ -15,7 +15,6 @@ import asyncio
 import logging
 import os
 import socket
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping
@@ -28,7 +27,7 @@ from grpc import StatusCode
 
 from coterie.parallel.processes import descriptors
 from coterie.types import ConfigError, CoterieError
-from coterie.wire.auth import check_free, is_local, read_pem, split
+from coterie.wire.auth import check_free, is_local, read_pem, received, split
 from coterie.wire.codec import Refused
 from coterie.wire.service import Limits, ServerStream, Service, client_name, peer_of
 from coterie.wire.tokens import SCOPES, own_token, scoped
@@ -51,13 +50,6 @@ logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: not str(record
 
 def server_credentials(cert: str, key: str) -> grpc.ServerCredentials:
     return grpc.ssl_server_credentials([(read_pem(key, "wire.key"), read_pem(cert, "wire.cert"))])
-
-
-def _received(connection: socket.socket) -> int:
-    """How many bytes came in by a connection; 0 where the system does not say."""
-    with suppress(AttributeError, OSError):
-        return int.from_bytes(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)[128:], sys.byteorder)
-    return 0
 
 
 @contextmanager
@@ -198,7 +190,7 @@ class Server:
                     strangers.setdefault(client, []).append((since.get(peer, tick), peer, name))
                     if peer in proven:
                         self.proven.add(peer)
-                    elif _received(connection) > _STRANGERS_BYTES:
+                    elif (received(connection) or 0) > _STRANGERS_BYTES:
                         connection.shutdown(socket.SHUT_RDWR)
                         self._note(client, f"more than {_STRANGERS_BYTES} bytes before it has proven the token")
             since = {peer: first for found in strangers.values() for first, peer, _ in found}

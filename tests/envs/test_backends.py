@@ -198,7 +198,7 @@ def test_rewards_flags_and_observations_of_worker_processes_line_up(groups, thre
         np.testing.assert_array_equal(again.is_first[0], seen.is_first[-1])
         joined = again.obs["inner.vector"] if kind == "dict" else again.obs
         np.testing.assert_array_equal(joined[0], vector[-1])
-        assert envs.replaced == 0
+        assert envs.reports.replaced == 0
 
 
 def test_continuous_actions_are_clipped_and_stretched_to_the_bounds():

@@ -36,7 +36,7 @@ def test_a_failure_costs_one_masked_step(how, tmp_path):
     kwargs = {"how": how, "at": 7, "length": 5, "marker": str(tmp_path / "once")}
     with make(FLAKY, 4, threads=2, timeout=1.5, kwargs=kwargs) as envs:
         seen = play(envs, 20)
-        failures, replaced = envs.news().failures, envs.replaced
+        failures, replaced = envs.reports.take().failures, envs.reports.replaced
     # A lost process takes its two envs along; the marker lets one fail only.
     assert replaced == len(failures) == (2 if how in ("exit", "kill", "hang") else 1)
     assert all(re.fullmatch(f"replaced env [0-3]: .*{REASONS[how]}", reason) for reason in failures)
@@ -67,7 +67,7 @@ def test_over_the_budget_of_replaced_envs_the_run_fails_with_the_last_reason():
             CoterieError, match=r"^4 envs .* env\.replace_budget 3 in an hour; the last: env 1: reward is not finite"
         ):
             play(envs, 10)
-    assert envs.replaced == 4
+    assert envs.reports.replaced == 4
     assert all(map(gone, workers))
 
 
@@ -116,7 +116,7 @@ def test_an_env_that_raises_can_be_replaced_and_its_traceback_comes_once(tmp_pat
     sys.modules.pop("buggy", None)
     settings = {"on_error": "replace", "replace_budget": 5}
     with make(FLAKY, 2, kwargs={"how": "raise", "at": 3}, **settings) as envs:
-        seen, reasons = play(envs, 7), envs.news().failures
+        seen, reasons = play(envs, 7), envs.reports.take().failures
     assert [pattern(seen, e) for e in range(2)] == ["F..F..F."] * 2  # each third step is masked
     assert len(reasons) == 4
     assert all(reason.startswith("replaced env ") and "ValueError: flaky by design (" in reason for reason in reasons)

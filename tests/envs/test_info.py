@@ -15,8 +15,8 @@ TELLING = "tests.support.telling:TellingEnv"
 def test_by_default_it_is_the_last_step_of_each_episode(groups):
     with make(TELLING, 4, threads=2, groups=groups) as envs:
         play(envs, 12)  # episodes of 5 steps, a restart, and 5 steps
-        news = envs.news()
-        assert not envs.news().info
+        news = envs.reports.take()
+        assert not envs.reports.take().info
     # Two episodes of each env: the first ends terminated, the second truncated.
     assert news.info == {"step": (40.0, 8), "deep/half": (20.0, 8), "success": (4.0, 8)}
     assert news.info.means("env/") == {"env/deep/half": 2.5, "env/step": 5.0, "env/success": 0.5}
@@ -25,35 +25,39 @@ def test_by_default_it_is_the_last_step_of_each_episode(groups):
 def test_it_may_be_all_steps_or_none():
     with make(TELLING, 2, info="steps") as envs:
         play(envs, 8)  # rows 1 to 5, a restart, whose info does not count, and two more
-        assert envs.news().info == {"step": (2 * (15.0 + 3), 14), "deep/half": (15.0 + 3, 14), "success": (2.0, 2)}
+        assert envs.reports.take().info == {
+            "step": (2 * (15.0 + 3), 14),
+            "deep/half": (15.0 + 3, 14),
+            "success": (2.0, 2),
+        }
     with make(TELLING, 2, info="off") as envs:
         play(envs, 8)
-        assert not envs.news().info
+        assert not envs.reports.take().info
 
 
 def test_with_action_repeat_it_is_the_last_of_the_repeated_steps():
     with make(TELLING, 2, action_repeat=2) as envs:
         play(envs, 4)
-        assert envs.news().info == {"step": (10.0, 2), "deep/half": (5.0, 2), "success": (2.0, 2)}
+        assert envs.reports.take().info == {"step": (10.0, 2), "deep/half": (5.0, 2), "success": (2.0, 2)}
 
 
 def test_what_an_env_did_before_the_run_does_not_count():
     with make(TELLING, 4, decorrelate=4) as envs:
         first = play(envs, 6)
         whole = ~np.isnan(first.episode_length)
-        assert envs.news().info.get("step", (0.0, 0))[1] == whole.sum()
+        assert envs.reports.take().info.get("step", (0.0, 0))[1] == whole.sum()
 
 
 def test_numbers_in_envpools_info_count_too():
     with make("HalfCheetah-v4", 2, max_episode_steps=5, info="steps") as envs:
         seen = play(envs, 5)
-        total, count = envs.news().info["reward_run"]
+        total, count = envs.reports.take().info["reward_run"]
     assert count == 10
     assert np.isfinite(total)
     assert seen.real.sum() == 10
     with make("Breakout-v5", 2, max_episode_steps=5) as envs:  # only what the other fields do not say
         play(envs, 7)
-        assert set(envs.news().info) <= {"elapsed_step"}
+        assert set(envs.reports.take().info) <= {"elapsed_step"}
 
 
 def test_what_counts_as_a_number_is_the_same_for_one_env_and_for_many():
@@ -78,7 +82,7 @@ def test_a_vector_env_may_have_them_nested_and_may_have_none(kind):
         kwargs = {"kind": kind, "lacks": lacks}
         with make("tests.support.vectors:Counting", 2, backend="vector", kwargs=kwargs, info="steps") as envs:
             play(envs, 4)
-            assert envs.news().info == wanted
+            assert envs.reports.take().info == wanted
 
 
 @pytest.mark.parametrize("mode", ["NextStep", "Disabled", "SameStep"])
@@ -87,7 +91,7 @@ def test_numbers_in_the_info_of_a_vector_env_count_too(mode):
     for which, wanted in (("episodes", (40.0, 8)), ("steps", (8 * 15.0, 40))):
         with make("tests.support.vectors:telling", 4, backend="vector", kwargs={"mode": mode}, info=which) as envs:
             play(envs, 12)  # episodes of 5 steps, a restart, 5 steps, and another restart
-            assert envs.news().info == {"step": wanted, "success": (success, 8)}
+            assert envs.reports.take().info == {"step": wanted, "success": (success, 8)}
 
 
 def test_only_bools_for_each_env_say_which_envs_have_a_number():

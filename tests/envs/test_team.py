@@ -111,7 +111,7 @@ def test_random_steps_before_the_run_are_those_of_whole_envs() -> None:
 def test_an_env_that_breaks_is_replaced_with_all_its_agents(how: str, says: str) -> None:
     with make(CROWD, 6, on_error="replace", kwargs={"how": how, "at": 4}) as envs:
         seen = play(envs, 8)
-        assert (envs.replaced, len(reasons := envs.news().failures)) == (4, 4)
+        assert (envs.reports.replaced, len(reasons := envs.reports.take().failures)) == (4, 4)
     assert reasons[1].startswith(f"replaced env 3: {says}")
     assert [pattern(seen, i) for i in range(6)] == ["F...F...F", "F.TFF.TFF", "FFFFFFFFF"] * 2
     check_returns(seen)

@@ -147,7 +147,7 @@ def test_a_mask_holds_where_an_episode_is_truncated() -> None:
 def test_an_env_with_a_nan_is_restarted_alone_where_that_can_be(kind: str) -> None:
     with make(COUNTING, 3, backend="vector", kwargs={"mode": "Disabled", "nan": 3, "kind": kind}) as envs:
         seen = play(envs, 12)
-        assert envs.replaced == 1
+        assert envs.reports.replaced == 1
     assert np.argwhere(seen.is_first[:5]).tolist() == [[0, 0], [0, 1], [0, 2], [3, 1]]
     assert np.isfinite(seen.obs).all()
     assert seen.obs[4, :, 0].tolist() == [4, 101, 204]

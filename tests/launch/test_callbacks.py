@@ -280,7 +280,7 @@ def test_replaced_envs_and_new_workers_have_the_attributes(config, repeat):
         board.set_attribute("level", 9)
         rewards()
         rewards()
-        assert envs.replaced == 8
+        assert envs.reports.replaced == 8
         board.set_attribute("level", 3)
         assert rewards() == [3 * repeat] * 4
         backend = envs._backends[0]

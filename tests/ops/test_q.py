@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from coterie.ops.q import cross_entropy, divergence, huber, n_step_targets, project, rescale, support, unscale
+from coterie.ops.q import cross_entropy, divergence, huber, n_step_targets, project, rescale, unscale
 from tests.conftest import VECTOR, make_rollout
 from tests.ops.trajectories import GAMMA, Data, close, slow_n_step
 
@@ -42,7 +42,7 @@ def test_projection_is_the_papers_algorithm(seed):
                 expected[i, down] += probs[i, j] * (up - b)
                 expected[i, up] += probs[i, j] * (b - down)
     found = project(
-        *(torch.tensor(x, dtype=torch.float32) for x in (probs, reward, discount)), support(atoms, low, high)
+        *(torch.tensor(x, dtype=torch.float32) for x in (probs, reward, discount)), torch.linspace(low, high, atoms)
     )
     np.testing.assert_allclose(found, expected, atol=2e-5)
     np.testing.assert_allclose(found.sum(1), 1, atol=1e-5)

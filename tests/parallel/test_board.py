@@ -47,7 +47,7 @@ def test_sixty_four_workers_lose_no_increment():
     said = collect([start(count, board, process) for process in range(PROCESSES)])
     assert said == [[("end", "ended with exit code 0")]] * PROCESSES
     each = sum(k % 7 + 1 for k in range(ADDS))
-    assert board.counts[:, COUNTS.index("started")].tolist() == [each] * 64
+    assert board.counts["started"].tolist() == [each] * 64
     assert solo(board, 0).env_steps == board.sum("started") == 64 * each
     assert board.sum("learned") == 0
 
@@ -86,8 +86,8 @@ def test_an_order_is_written_before_its_number_and_read_after_it(monkeypatch):
 def meet_often(post: Post, board: Board, rank: int) -> None:
     for _ in range(50):
         board.meet(rank, 60.0)
-        board.counts[rank, 0] += 1
-        assert board.counts[:, 0].max() <= board.counts[rank, 0] + 1
+        board.counts["produced"][rank] += 1
+        assert board.counts["produced"].max() <= board.counts["produced"][rank] + 1
 
 
 def test_learners_meet_as_often_as_each_of_them_calls():

@@ -257,4 +257,4 @@ def test_what_recorders_write_is_accepted(case: str):
     episodes = count(lambda x: x["episode_length"])
     assert fake > 5, "there are steps that are none"
     assert (ended > episodes) == (case == "lives")
-    assert (loop.envs.replaced > 0) == (case == "nan obs")
+    assert (loop.envs.reports.replaced > 0) == (case == "nan obs")

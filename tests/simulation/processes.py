@@ -29,7 +29,7 @@ from coterie.launch import supervisor
 from coterie.launch.supervisor import Supervisor
 from coterie.learner import Progress
 from coterie.parallel import heartbeats
-from coterie.parallel.board import COUNTS, Board
+from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
 from coterie.parallel.processes import PeerLost
 from coterie.parallel.slots import Slots
@@ -213,7 +213,7 @@ class Learner(LearnerProcess):
                 self.progress.env_steps += rows
                 self.progress.learner_steps += 1
                 exchange.after_rollout(self.params)
-                if on_rollout(cast(Rollout, SimpleNamespace(episodes=[(1.0, rows)], episode_env=[0]))):
+                if on_rollout(cast(Rollout, SimpleNamespace(episodes=[(1.0, rows, 0)]))):
                     return
 
     def _wait(self) -> int:
@@ -268,7 +268,7 @@ def act(
     mailbox.board, mailbox.row, mailbox.number = context.board, row, number
     mailbox.life = mailbox.filled = 0
     mailbox.learner, mailbox.timeout, mailbox.stages, mailbox.recorders = context.rank, 1e9, Stages(), defaultdict()
-    counts, produced, delivered = context.board.counts[row], COUNTS.index("produced"), COUNTS.index("delivered")
+    counts = context.board.counts[row]
     mailbox.recorders.default_factory = lambda: None  # type: ignore[assignment]
     with world.shown_alive(context.board, row, config.log.stall), suppress(Stopped):
         while True:
@@ -276,11 +276,11 @@ def act(
             for _ in range(2):
                 time.sleep(ROLLOUT_S / 2)
                 mailbox.check()
-                counts[produced] += ROWS // 2
+                counts["produced"] += ROWS // 2
                 world.produced += ROWS // 2
                 world.unfilled[row] += ROWS // 2
             mailbox.deliver()
             world.unfilled[row] = 0
             world.scheduler.pause(ROLLOUT_S / 4)
-            counts[delivered] = counts[produced]
+            counts["delivered"] = counts["produced"]
     post("acted", WorkerReport({}, math.inf, None, EnvNews([], Means()), []))

@@ -104,7 +104,7 @@ def collect(learner):
         assert (rollout.policy_version == 0).all()
         names = ("obs", "is_first", "action", "reward", "terminated", "truncated")
         parts.append({name: getattr(rollout, name).numpy().copy() for name in names})
-        ended += [(env, *episode) for env, episode in zip(rollout.episode_env, rollout.episodes, strict=True)]
+        ended += [(env, score, length) for score, length, env in rollout.episodes]
     for before, after in itertools.pairwise(parts):
         for name in ("obs", "is_first"):
             np.testing.assert_array_equal(before[name][-1], after[name][0])

@@ -92,7 +92,7 @@ def _sum(learners: list[list[Round]]) -> dict[str, Any]:
 
 
 def spread(ratio: Any) -> float:
-    """Of the middle half of some values, as a part of their median. Infinite where there are fewer than five."""
+    """Width of the middle half of some values, as a part of their median. Infinite where there are fewer than five."""
     low, middle, high = np.percentile(ratio, (25, 50, 75))
     return float((high - low) / middle) if len(ratio) >= _ROUNDS else np.inf
 

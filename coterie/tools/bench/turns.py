@@ -26,7 +26,7 @@ from coterie.learner import Gradients
 from coterie.learner import learn as train
 from coterie.parallel.threads import ALONE
 from coterie.roles.learner_process import LearnerProcess
-from coterie.types import Inputs, Rollout, map_obs
+from coterie.types import Rollout
 
 _LEAD = 3  # rollouts
 
@@ -160,8 +160,7 @@ class Parts:
         self.device = learner.resources.device
         self.width = self._most_at_once()
         columns = torch.arange(self.width, device=self.device) % len(rollout.env_id)
-        fields = (rollout.is_first, rollout.prev_action, rollout.prev_reward)
-        self.inputs = Inputs(map_obs(lambda x: x[0, columns], rollout.obs), *(x[0, columns] for x in fields))
+        self.inputs = rollout.inputs.map(lambda x: x[0, columns])
         self.ids, self.rng = torch.arange(self.width, device=self.device), torch.Generator(self.device)
         self.state = learner.model.initial_state(self.width)
         self.alone = Gradients(learner.model, learner.params, replace(learner.resources, team=ALONE))

@@ -68,7 +68,7 @@ class RunLayout:
 
     @property
     def gpus(self) -> int:
-        """Of each machine."""
+        """GPUs of each machine."""
         most = self.hardware.gpus if EXCHANGES[self.exchange].on_gpu else 0
         return min(most, self.learners // self.hardware.machines)
 
@@ -78,7 +78,7 @@ class RunLayout:
 
     @property
     def envs(self) -> int:
-        """Of the whole run."""
+        """Envs of the whole run."""
         return self.width * max(1, self.producers) * self.learners
 
     @property

@@ -22,13 +22,14 @@ from coterie.learner import Observer
 from coterie.roles.learner_process import LearnerProcess
 from coterie.roles.life import digest_of_state
 from coterie.runs import checkpoint
+from coterie.runs.checkpoint import Tensors
 from coterie.runs.config_io import read_options, replace
 from coterie.runs.files import save
 from coterie.runs.trust import open_run
 from coterie.runs.validate import validate
 from coterie.tools.replay.asked import Asked, Together, no_step
 from coterie.tools.replay.compare import machine_differences
-from coterie.tools.replay.engine import Place, Replay, Result, Tensors, explain
+from coterie.tools.replay.engine import Place, Replay, Result, explain
 from coterie.tools.replay.moment import Hold, Moment, debug
 from coterie.types import ConfigError, CoterieError, counted
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from coterie.acting.table import acting_kind
 from coterie.build.factory import ProcessContext
@@ -26,11 +25,11 @@ from coterie.parallel.threads import set_torch
 from coterie.plugins import named
 from coterie.roles.learner_process import LearnerProcess
 from coterie.roles.life import digest_of_state
+from coterie.runs.checkpoint import Tensors
 from coterie.tools.duel import REPLAYED
 from coterie.tools.replay.compare import Comparison, Differs, Odd, cause
 from coterie.types import ConfigError, CoterieError, Rollout, one_line
 
-Tensors = dict[str, dict[str, Tensor]]
 Observers = Callable[[LearnerProcess], Sequence[Observer]]
 Place = tuple[int, int]  # a learner and its learner step
 EDITABLE = ("algo", "ppo", "vtrace", "q", "r2d2", "sac", "optim", "reward")  # sections of the config
@@ -177,7 +176,7 @@ class Replay:
             nonlocal left
             left -= 1
             if rank in self._short:
-                result.returns.extend(score for score, _ in rollout.episodes)
+                result.returns.extend(score for score, *_ in rollout.episodes)
             look()
             return left == 0 or not self._short or not (self._apart or rank in self._short)
 
@@ -228,7 +227,7 @@ def switch(learner: LearnerProcess, config: ResolvedConfig) -> None:
 
 
 def shapes(tensors: Tensors) -> dict[tuple[str, str], torch.Size]:
-    """Of what a learner begins with, without its random numbers."""
+    """Shapes of the state that a learner begins with, without its random numbers."""
     return {(group, name): x.shape for group, each in tensors.items() if group != "rng" for name, x in each.items()}
 
 

@@ -70,7 +70,7 @@ def of_runs(runs: Sequence[RecordedRun], title: str, live: bool = False) -> Page
 
 
 def _changes(run: RecordedRun) -> Table | None:
-    """Of a built-in preset, and without the env: a preset needs its spaces only, which the run has recorded."""
+    """Changes to a built-in preset, without the env: a preset needs its spaces only, which the run has recorded."""
     if run.preset not in presets.PRESETS:
         return None
     try:
