@@ -1,9 +1,13 @@
 """`coterie` and `python -m coterie`: the command line. Signals are handled before anything that loads slowly."""
 
+import io
 import os
 import signal
 import sys
+import threading
 from types import FrameType
+
+_LEFT_S = 10.0  # for threads that an env has left behind
 
 
 def main() -> int:
@@ -14,11 +18,18 @@ def main() -> int:
         signal.signal(number, _leave)
     if stop:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until the run handles it, with log.checkpoint_on_warning
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a folder's name, for example, that the encoding does not have
+            stream.reconfigure(errors="backslashreplace")
     from coterie.cli.main import main as run
 
     code = run()
     for number in stop:  # nothing is left but the exit, whose code says how the run has ended
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda *_: os._exit(code))
+    if stop:
+        end = threading.Timer(_LEFT_S, os._exit, (code,))
+        end.daemon = True
+        end.start()
     return code
 
 

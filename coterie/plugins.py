@@ -178,7 +178,7 @@ def substitute(config: Config, part: str, default: Callable[P, T]) -> Callable[P
 
 def raised(error: BaseException) -> str:
     """`one_line`, and where the user's code raised the exception, if that was not by Coterie."""
-    if isinstance(error, CoterieError):
+    if isinstance(error, CoterieError | SyntaxError):  # whose message has the place
         return one_line(error)
     frames = traceback.extract_tb(error.__traceback__)
     last = [*frames, *(frame for frame in frames if not frame.filename.startswith(_OTHERS))][-1]

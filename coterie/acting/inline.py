@@ -118,7 +118,8 @@ def connect(setup: LearnerSetup, memory: None) -> Acting:
 
 
 def describe(config: ResolvedConfig, groups: int, threads: int) -> str:
-    return f"{counted(config.env.num_envs, 'env')} in {counted(groups, 'group')} on {counted(threads, 'thread')}"
+    envs, threads = counted(config.env.num_envs, "env"), min(threads, config.env.num_envs)
+    return f"{envs} in {counted(groups, 'group')} on {counted(threads, 'thread')}"
 
 
 KIND = ActingKind(

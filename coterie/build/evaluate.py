@@ -22,7 +22,7 @@ from coterie.envs.atari57 import human_normalized
 from coterie.envs.make import env_edges, make_envs, make_spec
 from coterie.envs.news import Means
 from coterie.envs.spaces import flatten, on_host
-from coterie.envs.tasks import are_normalized, overall, task_config, tasks
+from coterie.envs.tasks import overall, task_config, tasks
 from coterie.models.build import Network
 from coterie.plugins import GIVEN, VARIANT, Part, label
 from coterie.presets.common import flat
@@ -280,21 +280,3 @@ def evaluate_run(
     trial = Trial(episodes, sampled, seed, max_steps=episodes * _LONGEST_EPISODE)
     scores = evaluate(policy.algorithm, policy.model, policy.config, trial)
     return {"run": str(folder), "checkpoint_env_steps": policy.step, "sampled": sampled, **scores.to_json()}
-
-
-def show(result: dict[str, Any]) -> str:
-    """What `evaluate_run` found, for people."""
-    several = result.get("tasks", [])
-    lines = ["{env}: {mean_return:.2f} +- {stderr:.2f} ({episodes} episodes)".format(**task) for task in several]
-    score = f"{result['mean_return']:.2f} +- {result['stderr']:.2f}"
-    if several:
-        known = are_normalized(task["env"] for task in several)
-        what = "mean human-normalized score, each capped at 1" if known else "mean of the returns"
-        score = f"{what}: {result['score']:.3g}"
-    line = f"{result['env']}: {score} ({result['episodes']} episodes, {'sampled' if result['sampled'] else 'greedy'}"
-    if late := result["unfinished"]:
-        line += f", {late} did not end and are left out: see --env.max-episode-steps"
-    if result["human_normalized"] is not None:
-        line += f", human-normalized {100 * result['human_normalized']:.0f}%"
-    line += "".join(f", {name} {mean:.4g}" for name, mean in result["info"].items())
-    return "\n".join([*lines, f"{line}, checkpoint at {result['checkpoint_env_steps']:,} env steps)"])

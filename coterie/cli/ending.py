@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -14,7 +15,7 @@ from typing import Any, TextIO
 
 from coterie.parallel.signals import on_signals
 from coterie.runs.starting import Starting, silence
-from coterie.types import EXIT_INTERRUPTED, CoterieError, one_line
+from coterie.types import EXIT_INTERRUPTED, CoterieError, counted, one_line
 
 
 def carry_out(step: str, options: Namespace, work: Callable[[Starting], dict[str, Any]]) -> int:
@@ -54,8 +55,9 @@ def report(summary: dict[str, Any]) -> int:
     interrupted = summary["status"] == "interrupted"
     steps = "" if interrupted else "  # its callback may end it again" * bool(summary["reason"]) or " --steps N"
     lines = [
-        f"{summary['status']}: {summary['env_steps']:,} env steps in {summary['seconds']:.0f} s, "
-        f"mean return {'-' if mean is None or mean != mean else f'{mean:.1f}'} over the last episodes",
+        f"{summary['status']}: {summary['env_steps']:,} env steps in {summary['seconds']:.0f} s, no episode ended"
+        if mean is None or mean != mean
+        else f"mean return {mean:.1f} over the last episodes",
         *[f"{summary['reason']}: checkpoint written"] * interrupted,
         f"evaluate: coterie eval {folder}",
         f"resume:   coterie resume {folder}{steps}",
@@ -65,6 +67,32 @@ def report(summary: dict[str, Any]) -> int:
         print(*lines, sep="\n")
     flush()
     return EXIT_INTERRUPTED if interrupted else 0
+
+
+def _score(result: dict[str, Any]) -> str:
+    error = "" if math.isnan(result["stderr"]) else f" +- {result['stderr']:.2f}"  # of one episode it is not known
+    return f"{result['mean_return']:.2f}{error}"
+
+
+def scores(result: dict[str, Any]) -> str:
+    """What `evaluate_run` found, for people."""
+    from coterie.envs.tasks import are_normalized
+
+    several = result.get("tasks", [])
+    lines = [f"{task['env']}: {_score(task)} ({counted(task['episodes'], 'episode')})" for task in several]
+    score = _score(result)
+    if several:
+        known = are_normalized(task["env"] for task in several)
+        what = "mean human-normalized score, each capped at 1" if known else "mean of the returns"
+        score = f"{what}: {result['score']:.3g}"
+    how = "sampled" if result["sampled"] else "greedy"
+    line = f"{result['env']}: {score} ({counted(result['episodes'], 'episode')}, {how}"
+    if late := result["unfinished"]:
+        line += f", {late} did not end and are left out: see --env.max-episode-steps"
+    if result["human_normalized"] is not None:
+        line += f", human-normalized {100 * result['human_normalized']:.0f}%"
+    line += "".join(f", {name} {mean:.4g}" for name, mean in result["info"].items())
+    return "\n".join([*lines, f"{line}, checkpoint at {result['checkpoint_env_steps']:,} env steps)"])
 
 
 def complain(text: str) -> None:

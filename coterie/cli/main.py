@@ -23,7 +23,7 @@ from coterie.choices import unknown
 from coterie.cli.arguments import COMMANDS, overview, tree
 from coterie.cli.ending import carry_out, complain, flush
 from coterie.cli.help import warned
-from coterie.cli.options import as_toml, config_of, possible
+from coterie.cli.options import as_toml, config_of, possible, words_of
 from coterie.config import Config
 from coterie.extras import needs
 from coterie.parallel.processes import start_server
@@ -54,6 +54,8 @@ def train(options: Namespace, rest: list[str]) -> int:
         seeds = parse_seeds(options.seeds) if options.seeds is not None else [config.seed]
         if options.seeds is not None and any(word.partition("=")[0] == "--seed" for word in rest):
             raise ConfigError("--seeds: cannot be combined with --seed")
+        if both := words_of(rest)[3].keys() & {name.replace("-", "_") for name in points[0]}:
+            raise ConfigError(f"--grid: {min(both)} is given as an option, too")
         jobs = plan_runs(rest, config, seeds, points)
         if options.grid:  # refuse impossible values before anything runs
             for job in jobs[:: len(seeds)]:
@@ -90,11 +92,12 @@ def resume(options: Namespace) -> int:
 
 
 def evaluate(options: Namespace) -> int:
-    from coterie.build.evaluate import evaluate_run, show
+    from coterie.build.evaluate import evaluate_run
+    from coterie.cli.ending import scores
     from coterie.runs.metrics import clean
 
     result = evaluate_run(options.run, episodes=options.episodes, **_policy(options))
-    print(json.dumps(clean(result)) if options.json else show(result))
+    print(json.dumps(clean(result)) if options.json else scores(result))
     return 0
 
 
@@ -268,7 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         complain(str(error))
         return 1
     except KeyboardInterrupt:
-        complain("stopped at once; the last checkpoint is intact")
+        complain("stopped at once" + "; the last checkpoint is intact" * (args[:1] in (["train"], ["resume"])))
         return 1
     finally:
         flush()

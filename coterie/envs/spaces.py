@@ -90,6 +90,8 @@ def _field(
     if isinstance(space, spaces.Box):
         shape = tuple(space.shape) or (1,)
         dtype = space.dtype.name if space.dtype is not None and space.dtype.name in _KEPT else "float32"
+        if 0 in shape:
+            raise ConfigError(f"env.id {env_id!r}: observation {name!r} is empty, of shape {list(shape)}")
         low, high = float(np.min(space.low)), float(np.max(space.high))
         same = space.dtype is not None and space.dtype.name == dtype and space.shape != ()
         codes = _GRID_CODES if _GRID.match(env_id) and name == "image" and shape[2:] == (len(_GRID_CODES),) else ()

@@ -29,6 +29,7 @@ from coterie.envs.backend import Backend, Declared, StepResults
 from coterie.envs.gym import describe, layout, open_gym, read_batch
 from coterie.parallel.clock import awake
 from coterie.parallel.shm import SharedArrays
+from coterie.parallel.signals import blocked_signals
 from coterie.types import Array, ConfigError, CoterieError
 
 _START_S = 60.0  # for a worker to start, on top of the time-out
@@ -58,7 +59,7 @@ class Process:
         ours, theirs = socket.socketpair()
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
         command = [sys.executable, "-P", "-m", "coterie.envs.worker_main", name, str(theirs.fileno()), str(memory_fd)]
-        with theirs:
+        with theirs, blocked_signals():  # the worker ignores them, once it has imported NumPy
             self.popen = subprocess.Popen(
                 command, env=env, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(), memory_fd)
             )

@@ -84,7 +84,7 @@ def train(
     elif settings:
         raise ConfigError(f"{next(iter(settings))}: a config was given, too; give its preset this setting")
     config, given = validate(config), each(callbacks)
-    folder = Path(config.out) if config.out else _new_folder(config)
+    folder = Path(config.out).expanduser() if config.out else _new_folder(config)
     if config.log.wandb and importlib.util.find_spec("wandb") is None:
         raise missing("log.wandb", "wandb")
     refuse_run(folder)

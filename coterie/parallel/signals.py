@@ -40,10 +40,21 @@ def stop_with_parent() -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+@contextmanager
+def blocked_signals() -> Iterator[None]:
+    """For a child process that is being started, which must not die of them before it calls `ignore_signals`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def ignore_signals() -> None:
     """In a child process: a terminal or a batch system sends them to the whole group, and the parent handles them."""
     for number in HANDLED:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)  # for the processes that an env starts
 
 
 def end_with_parent(grace: bool) -> None:

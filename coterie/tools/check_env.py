@@ -9,7 +9,7 @@ import time
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import count, islice, pairwise
 from typing import Any
 
@@ -159,7 +159,8 @@ def _random_steps(backend: Backend, steps: int, limit: int, mend: dict[str, str]
     lengths, over = [n for n, _ in ends], sum(terminated for _, terminated in ends)
     if not ends and not limit:
         mend["ends"] = f"no episode ended in {len(rewards)} steps: truncate at a limit, or --env.max-episode-steps"
-    hint = "; is that a time limit? then return truncated" if over == len(ends) > 2 and len(set(lengths)) == 1 else ""
+    alike = over == len(ends) > 2 and len(set(lengths)) == 1 < lengths[0]
+    hint = "; is that a time limit? then return truncated" if alike else ""
     which = f"of {min(lengths)} to {max(lengths)} steps, {over} terminated{hint}" if ends else "ended"
     scale = "" if largest <= _LARGE else f"; try --reward.scale {10.0 ** -math.ceil(math.log10(largest)):g}"
     one, more = (
@@ -179,10 +180,11 @@ def _spy(instance: Instance, mend: dict[str, str]) -> None:
     """Make it compare each entry of an observation with its space."""
 
     def write(row: int, obs: Any, info: Any, goes_on: bool) -> None:
-        for path, space in leaf_spaces(instance.env.observation_space):
-            if problem := _problem(leaf_of(obs, path), space):
-                name = observation(".".join(map(str, path)))
-                mend.setdefault(f"{name} {problem.split()[0]}", f"{name}: {problem}")
+        with suppress(LookupError, TypeError):  # for which `as_before` has an error of its own
+            for path, space in leaf_spaces(instance.env.observation_space):
+                if problem := _problem(leaf_of(obs, path), space):
+                    name = observation(".".join(map(str, path)))
+                    mend.setdefault(f"{name} {problem.split()[0]}", f"{name}: {problem}")
         as_before(row, obs, info, goes_on)
 
     as_before, instance.write = instance.write, write  # type: ignore[method-assign]

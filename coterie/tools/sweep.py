@@ -185,7 +185,9 @@ def plan_runs(args: Sequence[str], config: Config, seeds: Sequence[int], grid: S
     """A run for each point of the grid and each seed; its folder's name tells which it is. Raises `ConfigError`."""
     if config.ray.storage:
         raise ConfigError("ray.storage: all runs of a sweep would share it; leave it empty, or start them one by one")
-    base = config.out or time.strftime(f"runs/{config.preset}-{file_name(config.env.id)}-%m%d-%H%M%S")
+    base = os.path.expanduser(config.out) or time.strftime(
+        f"runs/{config.preset}-{file_name(config.env.id)}-%m%d-%H%M%S"
+    )
     jobs = []
     for point in grid:
         words = "".join("-" + file_name(f"{name.rpartition('.')[2]}-{value}") for name, value in point.items())

@@ -70,7 +70,8 @@ TRAIN, NO_PRESET = ("train", "ppo", "--env", "CartPole-v1"), "coterie.parallel.p
         (("completion", "dos"), "bash"),
         (("reproduce", "gala-1c"), "FIGURE: 'gala-1c' is unknown; did you mean 'gala-1"),
         (("reproduce", "gala-1", "--budget", "tiny"), "--budget: 'tiny' is not smoke, small, full or a number"),
-        (("reproduce", "gala-1", "--seeds", "-1"), "--seeds: -1 is not a number of seeds"),
+        (("reproduce", "gala-1", "--seeds", "0"), "--seeds: 0 is not a number of seeds"),
+        ((*TRAIN, "--optim.lr", "1e-4", "--grid", "optim.lr=1e-3"), "--grid: optim.lr is given as an option, too"),
         (("plan", "ppo", "--seconds", "0"), "--seconds: 0 is not a number of seconds from 1"),
         (("plan", "ppo", "--cores", "0"), "--cores: must be at least 1, not 0"),
         (("plan", "ppo", "--bandwidth", "0"), "--bandwidth: must be above 0 bytes/s, not 0"),
@@ -122,7 +123,7 @@ AMBIGUOUS = [
     ("algo.normalize_advantage", "each learner's own", {**ALIKE, "algo.normalize_advantage": True}),
     ("algorithm", "between machines", {**RING, "algorithm": "dqn"}),
     ("allreduce.bind", "not 0.0.0.0", {**RING, "allreduce.bind": "0.0.0.0:8791"}),
-    ("allreduce.connect", "a machine either", {**RING, "allreduce.connect": "127.0.0.1:8791"}),
+    ("allreduce.connect", "a run either", {**RING, "allreduce.connect": "127.0.0.1:8791"}),
     ("wire.bind", "other machines", {"algorithm": "vtrace", "acting": "decoupled", "wire.bind": "0.0.0.0:8765"}),
     ("max_lag", "before they have a slot", {**ACTORS, "wire.bind": "unix:x", "max_lag": 1}),
     ("replay.initial", "by values", {**SAC, "replay.initial": "acting"}),
@@ -264,6 +265,7 @@ def test_train_eval_and_bench_print_what_follows(tmp_path, capsys):
     assert result["mean_return"] == pytest.approx(sum(result["returns"]) / 4)
     code, text, _ = run(capsys, "eval", out, "--episodes", "4")
     assert f"{result['mean_return']:.2f} +- {result['stderr']:.2f} (4 episodes, greedy" in text
+    assert re.search(r"CartPole-v1: [\d.]+ \(1 episode, greedy", run(capsys, "eval", out, "--episodes", "1")[1])
     code, text, _ = run(capsys, "bench", "ppo", "--env", "CartPole-v1", "--seconds", "3", "--json")
     result = json.loads(text)
     assert code == 0

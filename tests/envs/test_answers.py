@@ -33,6 +33,7 @@ CASES = {
     ),
     "large for bits": (spaces.MultiBinary(2), np.array([256, 0]), 0.0, "its space's int8 cannot hold: 0 to 256"),
     "halves for bits": (spaces.MultiBinary(2), np.array([0.5, 0]), 0.0, "its space's int8 cannot hold: 0.0 to 0.5"),
+    "nothing": (spaces.Box(-1, 1, (0,)), np.zeros(0), 0.0, r"observation '' is empty, of shape \[0\]"),
     "key": (spaces.Dict(a=BOX, b=BOX), {"a": FINE}, 0.0, r"the observation\['b'\] is not in its space: KeyError: 'b'"),
     "reward": (BOX, FINE, np.array([1.0, 2.0]), r"step must return a number as its reward, not array\(\[1., 2.\]\)"),
     "no reward": (BOX, FINE, None, "step must return a number as its reward, not None"),

@@ -54,6 +54,23 @@ def test_a_run_whose_output_is_on_a_full_disk_finishes(tmp_path: Path) -> None:
     assert read_summary(out)["status"] == "finished"
 
 
+LEFT = """import sys, threading, time; from coterie import __main__
+from coterie.envs.testing import CountingEnv
+class Leaving(CountingEnv):
+    def __init__(self): super().__init__(); threading.Thread(target=time.sleep, args=(1000,)).start()
+if __name__ == "__main__": __main__._LEFT_S = 0.1; sys.argv[1:1] = ["train", "a2c"]; sys.exit(__main__.main())"""
+
+
+def test_a_run_ends_although_its_env_leaves_a_thread_and_the_output_lacks_a_letter(tmp_path: Path) -> None:
+    (tmp_path / "left.py").write_text(LEFT)
+    options = ["--env", "left:Leaving", "--env.backend", "workers", "--steps", "300", "--out", "\u65e5"]
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "left.py", *options]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 0, done.stderr
+    assert b"coterie eval '\\u65e5'" in done.stdout
+
+
 def failing(folder: Path, how: str, output: int) -> str:
     """A run with an env that fails, and this output. Returns the reason in its summary."""
     out, env = folder / "run", {"env.id": "tests.support.flaky:FlakyEnv"}

@@ -45,7 +45,11 @@ class Faulty(CountingEnv):
         x = self.np_random.uniform(-1, 1, 2).astype(np.float64 if self.fault == "dtype" else np.float32)
         if self.fault == "nan":
             x[0] = np.nan
-        return {"x": x + 5 if self.fault == "bounds" else x[:1] if self.fault == "shape" else x}
+        return (
+            {"x": x + 5 if self.fault == "bounds" else x[:1] if self.fault == "shape" else x}
+            if self.fault != "key"
+            else {}
+        )
 
 
 @pytest.mark.parametrize(
@@ -58,6 +62,7 @@ class Faulty(CountingEnv):
         ("endless", "no episode ended in 60 steps: truncate at a limit"),
         ("dtype", "observation 'x': type float64 (2,) where its space has float32 (2,)"),
         ("shape", "the observation['x'] has shape (1,), and its space (2,)"),
+        ("key", "the observation['x'] is not in its space: KeyError: 'x'"),
         ("close", "it raises ZeroDivisionError: division by zero ("),
         ("nan", "observation 'x': nan; a run replaces"),
         ("bounds", "observation 'x': values from "),

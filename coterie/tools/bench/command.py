@@ -176,7 +176,7 @@ def show(r: dict[str, Any]) -> str:
     parts = ", ".join(f"{name} {cost:.0f}" for name, cost in r["core_us_per_step"].items())
     per_call, count = r["core_us_per_call"], len(r["rounds"]["training"])
     known = [(what, per_call[k], per_call[f"{k}_fixed"]) for k, what in _CALLS.items() if k in per_call]
-    fixed = ", ".join(f"{what} {whole:,.0f} ({rest:,.0f})" for what, whole, rest in known)
+    fixed = ", ".join(f"{what} {whole:,.0f} ({min(rest, whole):,.0f})" for what, whole, rest in known)
     if fixed:
         fixed = f"core time of {fixed} microseconds; in brackets: the fixed cost per call, whatever the batch\n"
     settled = "too few turns to estimate the spread" if r["spread"] is None else f"spread {100 * r['spread']:.1f}%"
@@ -184,7 +184,7 @@ def show(r: dict[str, Any]) -> str:
         settled += ": use a larger --seconds on an idle machine"
     return f"""\
 {r["preset"]} on {r["env"]}, {counted(r["learners"], "learner")}, {r["exchange"]}, {r["cores"]} cores; \
-env steps/s, median of {counted(count, "alternating turn")} of {r["turn_s"]:.1f} s
+env steps/s and ratios within a turn, median of {counted(count, "alternating turn")} of {r["turn_s"]:.1f} s
 env only   {r["env_only"]:>10,.0f}
 acting     {r["acting"]:>10,.0f}   {r["acting_over_env_only"]:.2f} of env only
 training   {r["training"]:>10,.0f}   {r["training_over_env_only"]:.2f} of env only, {r["frames_per_s"]:,.0f} frames/s

@@ -90,6 +90,8 @@ def _predict(config: Config, spec: Spec, services: Services, hardware: Hardware,
             found.append(simulate(one, services, config.seed))
         except CoterieError as error:
             refused[f"{acting} {exchange}"] = str(error)
+    if not found:
+        raise ConfigError(next(iter(refused.values())))
     lines = [table(found)]
     for reason in dict.fromkeys(refused.values()):
         lines.append(f"not possible: {', '.join(k for k, v in refused.items() if v == reason)}: {reason}")

@@ -78,7 +78,8 @@ def load(path: Path) -> Services:
     try:
         return from_json(data)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"--services: {path} is not a services file of this version: {error}") from None
+        what = f"it lacks {error}" if isinstance(error, KeyError) else error
+        raise ConfigError(f"--services: {path} is not a services file of this version: {what}") from None
 
 
 def from_json(data: dict[str, Any]) -> Services:

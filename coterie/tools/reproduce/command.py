@@ -48,7 +48,7 @@ def reproduce(asked: Namespace, refuse: Refuse) -> int:
         if name not in FIGURES:
             raise unknown("FIGURE", name, FIGURES, "`coterie reproduce` lists them")
     at_once = parse_jobs(asked.jobs)
-    if asked.seeds < 0:
+    if asked.seeds is not None and asked.seeds < 1:
         raise ConfigError(f"--seeds: {asked.seeds} is not a number of seeds")
     worst = 0
     for name in names:

@@ -204,6 +204,7 @@ def test_plan_with_the_same_seed_prints_the_same_json(given, capsys):
 def test_plan_prints_the_fixed_cost_of_each_part(tmp_path, capsys):
     save(services(costs=replace(COSTS, env=replace(COSTS.env, fixed=0.339))), tmp_path / "slow.json")
     assert main([*PLAN, "--services", str(tmp_path / "slow.json"), *SHORT[1:]]) == 0
+    assert main([*PLAN, "--services", str(tmp_path / "slow.json"), "--algorithm", "sac"]) == 2
     costs = "env 10000.0 (+ 339000 a call), forward 1000.0 (+ 2000 a call), training 2000.0 (+ 3000 a call)\n"
     assert costs in capsys.readouterr().out
 
@@ -229,7 +230,7 @@ def test_plan_does_without_an_exchange_that_the_services_have_no_cost_of(tmp_pat
     assert "cheapest for 100 frames/s" in capsys.readouterr().out
     save(services(costs=replace(COSTS, exchange={})), tmp_path / "s.json")
     assert main([*PLAN, *given]) == 2
-    assert capsys.readouterr().err.endswith("s.json is not a services file of this version: 'solo'\n")
+    assert capsys.readouterr().err.endswith("s.json is not a services file of this version: it lacks 'solo'\n")
 
 
 def test_plan_says_where_the_services_were_measured_with_something_else(tmp_path, capsys):
