@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import re
+import sys
 import time
 import warnings
 from argparse import Namespace
@@ -57,6 +58,7 @@ def check_env(
 
 def command(options: Namespace) -> int:
     asked = Env(options.env, options.backend, options.num_envs, kwargs=options.kwargs)
+    print(f"{options.env}: resets and {options.steps:,} random steps ...", file=sys.stderr)
     mend, facts = _check(asked, options.steps, options.render)
     found = [f"fix: {line}" for line in mend] or ["nothing to fix"]
     print("\n".join([*facts, *found]))
