@@ -57,6 +57,9 @@ def descriptors() -> int:
 
 def start_server() -> None:
     """Start the server that children are forked from, if it is not running. It loads torch while the caller goes on."""
+    if multiprocessing.current_process().daemon:
+        workers = "such as a worker of multiprocessing.Pool; use a ProcessPoolExecutor"
+        raise ConfigError(f"this run has child processes, and a daemonic process can have none, {workers}")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["coterie.roles.preload"])
     # A server that is only starting must not die of a signal to its group: roles/preload.py unblocks them.
@@ -71,6 +74,17 @@ def start_server() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def _forget_server() -> None:
+    """A fork is not the parent of the server, and must not keep it alive."""
+    server: Any = forkserver._forkserver
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+    server.__init__()
+
+
+os.register_at_fork(after_in_child=_forget_server)
+
+
 class Child:
     """A started process that runs `target(post, *args)`; its messages and its end come from `listen`."""
 
@@ -80,7 +94,7 @@ class Child:
         self.socket, far_end = socket.socketpair()
         self.socket.setblocking(False)
         self._received = bytearray()
-        call = (far_end, list(cores), target, args)
+        call = (far_end, list(cores), dict(os.environ), target, args)
         context = multiprocessing.get_context("forkserver")
         self.process = context.Process(target=_enter, args=call, name=name, daemon=True)
         try:
@@ -207,9 +221,13 @@ def _no_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _enter(parent: socket.socket, cores: list[int], target: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _enter(
+    parent: socket.socket, cores: list[int], environ: dict[str, str], target: Callable[..., None], args: tuple[Any, ...]
+) -> None:
     """The main function of a child. Its parent handles signals, and the child ends when its parent does."""
     ignore_signals()
+    os.environ.clear()  # the fork server has the variables of this Python process's first run
+    os.environ.update(environ)
     end_with_parent(grace=False)  # the fork server, which ends with the process of the run
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)

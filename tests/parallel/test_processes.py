@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import multiprocessing
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import wait
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -19,7 +21,7 @@ import pytest
 from coterie.parallel.affinity import available_cores
 from coterie.parallel.processes import Child, gather, listen, scratch_folder
 from coterie.parallel.signals import STOP, on_signals
-from coterie.types import CoterieError
+from coterie.types import ConfigError, CoterieError
 from tests.support.waiting import PATIENCE
 
 OWNER = "from coterie.parallel.processes import scratch_folder; print(scratch_folder({where!r}), flush=True); input()"
@@ -97,7 +99,7 @@ def post_result(post, what: object) -> None:
     if what == "wrong":
         raise CoterieError("it went wrong")
     if what is not None:
-        post("result", what)
+        post("result", os.environ.get(str(what), what))
 
 
 def results(*each: object, within: float = 60.0) -> list[object]:
@@ -111,6 +113,23 @@ def results(*each: object, within: float = 60.0) -> list[object]:
 
 def test_results_of_children_come_in_order_and_a_child_may_end_after_its_own():
     assert results(1, 2, 3) == [1, 2, 3]
+
+
+def test_a_child_has_the_environment_variables_that_its_parent_has_now(monkeypatch):
+    for value in "12":
+        monkeypatch.setenv("LEVEL", value)
+        assert results("LEVEL") == [value]
+    monkeypatch.delenv("LEVEL")
+    assert results("LEVEL") == ["LEVEL"]
+
+
+def test_a_fork_has_children_of_its_own_unless_it_is_daemonic():
+    fork = multiprocessing.get_context("fork")
+    assert results(1) == [1]
+    with ProcessPoolExecutor(1, fork) as pool:
+        assert pool.submit(results, 2).result(PATIENCE) == [2]
+    with fork.Pool(1) as pool, pytest.raises(ConfigError, match="use a ProcessPoolExecutor"):
+        pool.apply(results, (3,))
 
 
 @pytest.mark.parametrize(("what", "why"), [(None, "ended with exit code 0$"), ("wrong", ".*it went wrong")])
