@@ -76,10 +76,18 @@ def make_callback(given: Given) -> Callback:
         raise CoterieError(f"callbacks: {name} cannot be made: {raised(error)}", traceback.format_exc()) from error
     if not isinstance(made, Callback):
         raise ConfigError(f"callbacks: {name} makes {type(made).__name__}, not a Callback")
+    hooks = [x for x in vars(Callback) if x[0] != "_"]
     kinds = [kind for kind in type(made).__mro__ if issubclass(kind, Callback)]  # not what they are mixed with
     if wrong := [x for kind in kinds for x in vars(kind) if x[:3] == "on_" and not hasattr(Callback, x)]:
-        known = ", ".join(x for x in vars(Callback) if x[0] != "_")
+        known = ", ".join(hooks)
         raise ConfigError(f"callbacks: {type(made).__name__}.{wrong[0]} would never be called; there are {known}")
+    for hook in hooks:
+        _, *takes = inspect.signature(getattr(Callback, hook)).parameters
+        try:
+            inspect.signature(getattr(made, hook)).bind(*takes)
+        except (TypeError, ValueError) as error:
+            must = f"must take {' and '.join(takes)}"
+            raise ConfigError(f"callbacks: {type(made).__name__}.{hook} {must} ({error})") from None
     return made
 
 
@@ -155,9 +163,7 @@ class Callbacks:
         if self._made:
             self._after_checkpoint()
             self.call("on_rollout")
-            for name, answer in self.call("should_stop"):
-                if answer:
-                    self._post("stop", (answer if isinstance(answer, str) else name, None))
+            self.call("should_stop")
 
     def end(self) -> None:
         """The last checkpoint is complete."""
@@ -169,18 +175,18 @@ class Callbacks:
         if new := {name: x for name, x in self.run.recorded.items() if math.isfinite(x) and written.get(name) != x}:
             self._post("recorded", new)
 
-    def call(self, hook: str, *args: Any) -> list[tuple[str, Any]]:
-        """Call a method of each; returns its full name and what it returned."""
-        found = list[tuple[str, Any]]()
+    def call(self, hook: str, *args: Any) -> None:
+        """Call a method of each. An answer of `should_stop` may end the run."""
         for callback in list(self._made):
             name = f"{type(callback).__name__}.{hook}"
             try:
-                found.append((name, getattr(callback, hook)(self.run, *args)))
+                answer = getattr(callback, hook)(self.run, *args)
+                if hook == "should_stop" and answer:  # here: an array has no truth value
+                    self._post("stop", (answer if isinstance(answer, str) else name, None))
             except (Exception, SystemExit) as error:
                 self._made = [one for one in self._made if one is not callback]
                 trace = error.trace if isinstance(error, CoterieError) else traceback.format_exc()
                 self._post("stop", (f"{name}: {one_line(error)}", trace))
-        return found
 
     def _after_checkpoint(self) -> None:
         if self._made and self._sealed != (sealed := self._board.sealed):

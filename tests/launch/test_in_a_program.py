@@ -1,0 +1,29 @@
+"""Runs within a user's Python program: its own classes, and torch as it has set it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import coterie
+from coterie.types import ConfigError, CoterieError
+from tests.support.runs import small_ppo
+
+
+class Short(coterie.Callback):
+    def on_evaluation(self, run): ...
+
+
+class Unclear(coterie.Callback):
+    def should_stop(self, run):
+        return np.ones(3)
+
+
+def test_a_callback_whose_method_takes_other_arguments_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"^callbacks: Short.on_evaluation must take run and scores \(too many pos"):
+        coterie.train(small_ppo(tmp_path / "run"), callbacks=Short, quiet=True)
+
+
+def test_an_answer_that_is_neither_true_nor_false_ends_the_run_after_a_checkpoint(tmp_path):
+    with pytest.raises(CoterieError, match=r"^Unclear\.should_stop: ValueError: The truth value .*; last good"):
+        coterie.train(small_ppo(tmp_path / "run"), callbacks=Unclear, quiet=True)
