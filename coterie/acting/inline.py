@@ -126,16 +126,8 @@ KIND = ActingKind(
     connect,
     describe,
     refusals=(
-        Refusal(
-            lambda c, s: c.actors != 0,
-            "acting",
-            "must be decoupled or central if actors is set: inline acting has none",
-        ),
-        Refusal(
-            lambda c, s: "," in c.env.id,
-            "env.id",
-            "must be a single task with inline acting; set acting to decoupled or central",
-        ),
+        Refusal(lambda c, s: c.actors != 0, "acting", "must be decoupled or central if actors is set: inline has none"),
+        Refusal(lambda c, s: "," in c.env.id, "env.id", "must be a single task, or set acting to decoupled or central"),
     ),
     replay="coterie.acting.inline:connect",  # nothing is left to chance
     simulation="coterie.tools.plan.acting:SimInline",

@@ -108,6 +108,7 @@ class Algorithm(Protocol[Part]):
     def warning(self) -> str: ...  # one line for the user, or nothing
     def state_dict(self) -> dict[str, Tensor]: ...
     def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
+    def close(self) -> None: ...  # at the end of its process's run
 
 
 # Where the type of the parts does not matter.
@@ -238,6 +239,9 @@ class AlgorithmBase:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.rewards.load_state_dict(state)
+
+    def close(self) -> None:
+        """Nothing to release."""
 
 
 @cache

@@ -269,3 +269,8 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
         self.rows, self.stored, self.copied = (int(x) for x in counts)
         self.rng.set_state(state["rng"])
         self.saved = state
+
+    def close(self) -> None:
+        """Release the replay at once: the garbage collector may find it much later."""
+        self.prefetcher.shutdown(wait=False, cancel_futures=True)
+        self.replay, self.saved = None, {}

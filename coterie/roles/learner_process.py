@@ -83,6 +83,7 @@ class LearnerProcess:
         self.model = first_model(config, self.spec, incarnation).to(resources.device)
         self.params = FlatParams(self.model)
         self.algorithm = make_algorithm(config, self.spec, resources, context.rank)
+        made.callback(self.algorithm.close)
         self.progress, self.stages = Progress(), Stages()
         self._counts_lock, self._outliers_said = threading.Lock(), False
         self.before: dict[str, int] = {}  # this learner's counts when it was started
@@ -114,7 +115,7 @@ class LearnerProcess:
             servers=self.servers,
             timeout=patience(config),
             on_produced=self.write_counts,
-            is_over=self._is_over,
+            is_over=self.is_over,
             updates=updates_of(config),
             note=self.life.note,
             life=context.life,
@@ -132,10 +133,10 @@ class LearnerProcess:
         self.life.describe(self.params.slices, resources)
         self.observers: list[Observer] = []
         self.secondary: Secondary | None = None
-        self._observe(setup.unroll_length)
+        self._observe(setup.unroll_length, made)
 
-    def _observe(self, unroll_length: int) -> None:
-        """Make the observers that the config asks for."""
+    def _observe(self, unroll_length: int, made: ExitStack) -> None:
+        """Make the observers that the config asks for; `made` closes them."""
         config, context, resources = self.config, self.context, self.resources
         if (note := self.life.note) is not unrecorded:
             poll, every = config.algo.poll or unroll_length, config.log.digest_every
@@ -151,16 +152,15 @@ class LearnerProcess:
         if config.q.secondary_batch:
             self.secondary = Secondary(config, self.spec, resources, self.model, cast(Any, self.algorithm))
             self.observers.append(self.secondary)
+            made.callback(self.secondary.algorithm.close)
 
     def _make_rng(self, make: Callable[[int], torch.Generator], key: int) -> torch.Generator:
         """Random numbers whose state is saved in checkpoints."""
         self.rngs.append(make(key))
         return self.rngs[-1]
 
-    def _is_over(self) -> bool:
-        """Whether to stop waiting for env hosts: the run is stopping, or the step budget is used up. Under
-        allreduce they would wait for this learner.
-        """
+    def is_over(self) -> bool:
+        """Whether to wait for no more rollouts. Under allreduce the other learners would wait for this one."""
         ended = self.context.board.stopping or self.exchange.env_steps >= self.config.steps
         return ended and not exchange_kind(self.config).in_lockstep
 

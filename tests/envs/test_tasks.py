@@ -129,7 +129,7 @@ def test_tasks_may_have_other_bounds_of_observations():
     ("env", "args", "says"),
     [
         ("CartPole-v1,Pong-v5", [], "env.id: CartPole-v1 and Pong-v5 have different observations"),
-        ("CartPole-v1,CartPole-v0", ["--acting", "inline"], "must be a single task with inline acting; set acting to "),
+        ("CartPole-v1,CartPole-v0", ["--acting", "inline"], "must be a single task, or set acting to "),
         ("CartPole-v1,CartPole-v0", ["--actors", "3"], "actors: "),
     ],
 )

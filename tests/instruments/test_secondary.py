@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import weakref
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from coterie.roles.learner_process import LearnerProcess
 from coterie.types import ConfigError, CoterieError
 from tests.conftest import make_config
 from tests.support.runs import save_checkpoint
+from tests.support.waiting import PATIENCE
 
 SMALL = {
     "algorithm": "dqn", "q.learn_start": 80, "q.batch_size": 16, "q.intensity": 4.0, "replay.capacity": 4000,
@@ -56,7 +58,12 @@ def test_the_secondary_starts_as_the_primary_and_trains_on_as_many_samples(chang
     assert second.algorithm.target_model is not learner.algorithm.target_model
     seen = dict(learner.model.named_buffers())  # it normalizes as the primary does
     assert all(torch.equal(x, seen[name]) for name, x in second.model.named_buffers())
+    replay, threads = weakref.ref(learner.algorithm.replay), learner.algorithm.prefetcher._threads
     learner.close()
+    assert replay() is None, "a finished run has released it"
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert {thread.is_alive() for thread in threads} == {False}
 
 
 def test_the_secondary_starts_with_the_weights_and_normalizers_of_init_from(tmp_path: Path):
