@@ -118,6 +118,7 @@ class Service:
         self.next_report = self.gauged = 0.0
         self.gauges: dict[str, float] = {}
         self.done = done  # the last order that was carried out
+        self.trained = False  # whether the training ended after a rollout
         self.last = self.over = False  # whether the last order was carried out here, and by all
         self.callbacks = Callbacks(Run(learner, folder, post), callbacks, post)
         learner.exchange.report_to(lambda line: post("said", line))
@@ -135,6 +136,8 @@ class Service:
             self.execute_order()
         try:
             self.learner.run(self.after_rollout)
+            if not (self.trained or self.learner.is_over()):
+                raise CoterieError(f"acting: its rollouts ended after {self.learner.progress.env_steps:,} env steps")
         except PeerLost:
             self._save_for_all()
             raise
@@ -188,7 +191,8 @@ class Service:
         order, stop = learner.exchange.agree(self.has_order, self.board.stopping)
         if order:
             self.execute_order()
-        return stop or learner.exchange.env_steps >= learner.config.steps
+        self.trained = stop or learner.exchange.env_steps >= learner.config.steps
+        return self.trained
 
     def _save_for_all(self) -> None:
         """Another learner is gone: save what was learned since the last checkpoint, if the parent orders it."""

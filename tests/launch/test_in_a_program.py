@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import coterie
+from coterie.acting.inline import Inline
 from coterie.types import ConfigError, CoterieError
-from tests.support.runs import small_ppo
+from tests.support.runs import read_summary, small_ppo
 
 
 class Short(coterie.Callback):
@@ -17,6 +18,17 @@ class Short(coterie.Callback):
 class Unclear(coterie.Callback):
     def should_stop(self, run):
         return np.ones(3)
+
+
+class Once(Inline):
+    def rollouts(self, refresh):
+        yield next(super().rollouts(refresh))
+
+
+def test_an_acting_that_ends_early_ends_the_run_as_failed(tmp_path):
+    with pytest.raises(CoterieError, match=r"^acting: its rollouts ended after [\d,]+ env steps"):
+        coterie.train(small_ppo(tmp_path / "run", acting=Once), quiet=True)
+    assert read_summary(tmp_path / "run")["status"] == "failed"
 
 
 def test_a_callback_whose_method_takes_other_arguments_is_refused(tmp_path):
