@@ -231,7 +231,7 @@ def only(space: spaces.Space[Any], batch: Any) -> Any:
         return {key: only(child, batch[key]) for key, child in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
         return tuple(map(only, space.spaces, batch))
-    return int(batch[0]) if isinstance(space, spaces.Discrete) else batch[0].astype(space.dtype)
+    return int(batch[0]) if isinstance(space, spaces.Discrete) else batch[0]
 
 
 def mask_row(mask: Any, space: spaces.Space[Any], size: int) -> Array:

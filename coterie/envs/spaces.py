@@ -158,17 +158,17 @@ class ActionMap:
     `scale`, plus `offset`, clipped to `low` and `high`; None: that is left out.
 
     A Dict or Tuple has `leaves`, each with its columns of the policy's action; then the env's values are side by side
-    in a row, and `nested` makes the env's structure of it.
+    in a row. `nested` makes the env's structure of it.
     """
 
     spec: ActionSpec
     shape: tuple[int, ...]
+    space: spaces.Space[Any]
     offset: Array | None = None
     scale: Array | None = None
     low: Array | None = None
     high: Array | None = None
     leaves: tuple[tuple[ActionMap, Array], ...] = ()
-    space: spaces.Space[Any] | None = None  # with leaves
 
     def to_env(self, a: Any) -> Any:
         """`[n, *spec.shape]` to `[n, *shape]`: an array, or a tensor where the constants are tensors, too."""
@@ -182,7 +182,7 @@ class ActionMap:
 
     def from_env(self, a: Any) -> Array:
         """The inverse: `[n, *spec.shape]` of actions that the env took, in its structure."""
-        if self.space is None:
+        if not self.leaves:
             x = np.asarray(a) if self.offset is None else np.asarray(a) - self.offset
             x = x if self.scale is None else x / np.where(self.scale, self.scale, np.inf)  # 0 between equal bounds
             return np.asarray(x, self.spec.dtype).reshape(len(x), *self.spec.shape)
@@ -193,9 +193,11 @@ class ActionMap:
         return out
 
     def nested(self, a: Array) -> Any:
-        """The env's structure: of `to_env`'s rows `[n, *shape]` one of arrays `[n, ...]`, as gymnasium batches them."""
-        if self.space is None:
-            return a
+        """The env's structure and types: of `to_env`'s rows `[n, *shape]` what gymnasium batches, arrays `[n, ...]`.
+        A tensor stays as it is.
+        """
+        if not self.leaves:
+            return a.astype(self.space.dtype, copy=False) if isinstance(a, np.ndarray) else a
         stops = np.cumsum([math.prod(leaf.shape) for leaf, _ in self.leaves])
         parts = np.split(a, stops[:-1], axis=1)
         rows = iter(x.reshape(len(a), *leaf.shape) for x, (leaf, _) in zip(parts, self.leaves, strict=True))
@@ -216,19 +218,19 @@ def action_map(env_id: str, space: spaces.Space[Any]) -> ActionMap:
         return _structured(env_id, space)
     if isinstance(space, spaces.Discrete):
         start = np.array(int(space.start)) if space.start else None
-        return ActionMap(ActionSpec("categorical", (int(space.n),)), (), start)
+        return ActionMap(ActionSpec("categorical", (int(space.n),)), (), space, start)
     if isinstance(space, spaces.MultiDiscrete | spaces.MultiBinary):
         shape = tuple(space.shape)
         sizes = np.full(shape, 2) if isinstance(space, spaces.MultiBinary) else np.asarray(space.nvec)
         first = None if isinstance(space, spaces.MultiBinary) else np.asarray(space.start)
-        return ActionMap(ActionSpec("multi", tuple(int(n) for n in sizes.reshape(-1))), shape, first)
+        return ActionMap(ActionSpec("multi", tuple(int(n) for n in sizes.reshape(-1))), shape, space, first)
     if isinstance(space, spaces.Box):
         if np.issubdtype(space.dtype, np.floating):
             return _box_action(space)
         ends = zip(space.low.reshape(-1).tolist(), space.high.reshape(-1).tolist(), strict=True)
         choices = tuple(high - low + 1 for low, high in ends)  # of Python's integers: NumPy's would overflow
         if sum(choices) <= _LARGEST_ONE_HOT:
-            return ActionMap(ActionSpec("multi", choices), tuple(space.shape), space.low.astype(np.int64))
+            return ActionMap(ActionSpec("multi", choices), tuple(space.shape), space, space.low.astype(np.int64))
     raise ConfigError(
         f"env.id {env_id!r}: the action space has {space}; it may be Discrete, MultiDiscrete, MultiBinary, Box (of "
         f"integers: at most {_LARGEST_ONE_HOT} values), or a Dict or Tuple of those"
@@ -249,7 +251,7 @@ def _structured(env_id: str, space: spaces.Space[Any]) -> ActionMap:
         at[choice] += width
     width = sum(math.prod(m.shape) for m in maps)
     spec = ActionSpec("mixed" if sizes and low else "multi" if sizes else "continuous", sizes, low, high)
-    return ActionMap(spec, (width,), leaves=tuple(leaves), space=space)
+    return ActionMap(spec, (width,), space, leaves=tuple(leaves))
 
 
 def _box_action(space: spaces.Box) -> ActionMap:
@@ -263,7 +265,7 @@ def _box_action(space: spaces.Box) -> ActionMap:
         ends = _inside(low, 1), _inside(high, -1)
     half = np.where(np.isfinite(half), half, np.float32(1))
     unit = bool((center == 0).all() and (half == 1).all())
-    return ActionMap(spec, tuple(space.shape), None if unit else center, None if unit else half, *ends)
+    return ActionMap(spec, tuple(space.shape), space, None if unit else center, None if unit else half, *ends)
 
 
 def _inside(bound: Array, side: int) -> Array:

@@ -129,8 +129,6 @@ class VectorBackend(Backend):
         fake = self._done
         if fake.any() and self._mode is AutoresetMode.DISABLED:
             self.restart(fake)  # an env that has ended must not be stepped
-        if not self.tensors and not self.action_map.leaves:
-            actions = actions.astype(self.env.single_action_space.dtype, copy=False)
         given, reward, terminated, truncated, info = self.env.step(self.action_map.nested(actions))
         info = info if isinstance(info, Mapping) else {}
         obs, reward = self._flat(given), np.array(on_host(reward), np.float32)

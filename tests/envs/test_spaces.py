@@ -110,7 +110,7 @@ def test_continuous_actions_stay_within_their_bounds_to_the_last_digit(dtype):
         for a in (-50, -1, 0, 1, 50):
             x = m.to_env(np.full((1, len(low)), a, np.float32))
             assert space.contains(x[0].astype(dtype)), a
-            assert x.dtype == np.float32
+            assert (x.dtype, m.nested(x).dtype) == (np.float32, dtype)
 
 
 def test_tuples_are_flat_with_their_numbers_as_names():
@@ -123,7 +123,8 @@ def test_tuples_are_flat_with_their_numbers_as_names():
 def test_boxes_of_integers_are_choices():
     m = action_map("env", spaces.Box(-2, np.array([0, 3]), (2,), np.int32))
     assert (m.spec.kind, m.spec.sizes) == ("multi", (3, 6))
-    np.testing.assert_array_equal(m.to_env(np.array([[0, 5]])), [[-2, 3]])
+    np.testing.assert_array_equal(x := m.nested(m.to_env(np.array([[0, 5]]))), [[-2, 3]])
+    assert x.dtype == np.int32
     for dtype in (np.int64, np.uint64):  # in which the number of values would overflow
         with pytest.raises(ConfigError, match=r"Box \(of integers: at most 65536 values\)"):
             action_map("env", spaces.Box(np.iinfo(dtype).min, np.iinfo(dtype).max, (2,), dtype))
