@@ -9,10 +9,13 @@ from coterie.build.factory import make_model
 from coterie.config import Config
 from coterie.models.build import Network
 from coterie.runs import checkpoint
+from coterie.runs.files import read_json
 from coterie.runs.manifest import MANIFEST
 from coterie.types import ConfigError, Spec
 
-_HEADS = ("policy.", "value.", "q.", "log_std")  # names of a network's tensors that depend on the actions
+# Names of a network's tensors that mean an action, and of those whose shapes may depend on the actions.
+_CHOICES = ("policy.", "q.", "log_std")
+_HEADS = (*_CHOICES, "value.")
 
 
 def first_model(config: Config, spec: Spec, incarnation: int) -> Network:
@@ -45,10 +48,12 @@ def begin_from(folder: Path, model: Network) -> str:
     there, mine = weights_of(checkpoint.load(path, ends=WEIGHTS)[0], "0"), model.state_dict()
     names = [*mine, *sorted(there.keys() - mine.keys())]  # safetensors has no order
     shapes = {k: [list(x[k].shape) if k in x else "missing" for x in (there, mine)] for k in names}
-    other = {k: pair for k, pair in shapes.items() if pair[0] != pair[1]}
+    spec, action = read_json(path.parent.parent / "spec.json", dict), model.spec.action
+    new = () if spec is None or spec["action"][:2] == [action.kind, list(action.sizes)] else _CHOICES  # by kind
+    other = {k: pair for k, pair in shapes.items() if pair[0] != pair[1] or k.startswith(new)}
     for k, (a, b) in other.items():
         if not k.startswith(_HEADS):
             raise ConfigError(f"init_from: {folder} has another network: {k} is {a} there, {b} here")
     model.load_state_dict({k: x if k in other else there[k] for k, x in mine.items()})
-    new = [k for k in other if k in mine]
-    return f"begins with the weights of {path}" + (f"; new: {', '.join(new)}" if new else "")
+    fresh = [k for k in other if k in mine]
+    return f"begins with the weights of {path}" + (f"; new: {', '.join(fresh)}" if fresh else "")

@@ -117,10 +117,11 @@ def test_heads_for_other_actions_are_new_and_another_network_is_refused(tmp_path
     changes = {"steps": 300, "env.num_envs": 4, "algo.unroll_length": 16, "model.normalize_obs": True, **QUIET}
     run = tmp_path / "run"
     env = "coterie.envs.testing:CountingEnv"
-    coterie.train(preset="a2c", env=env, out=str(run), quiet=True, **changes)
-    other = {"env.kwargs": '{"actions": 7}', "init_from": str(run), **changes}
-    coterie.train(preset="a2c", env=env, out=str(tmp_path / "more"), quiet=True, **other)
-    assert "new: policy.weight, policy.bias" in (tmp_path / "more" / "log.txt").read_text()
+    coterie.train(preset="a2c", env=env, out=str(run), quiet=True, **{"env.kwargs": '{"actions": 2}'}, **changes)
+    for name, kwargs in (("means", '{"continuous": true}'), ("more", '{"actions": 7}')):  # two logits are no two means
+        other = {"env.kwargs": kwargs, "init_from": str(run), **changes}
+        coterie.train(preset="a2c", env=env, out=str(tmp_path / name), quiet=True, **other)
+        assert re.search("new: .*policy.weight, policy.bias", (tmp_path / name / "log.txt").read_text())
     for wrong, why in [
         ({"model.hidden": (8,)}, r"has another network: torso\S+ is \[2, 2, 64\] there, \[2, 2, 8\] here"),
         ({"model.normalize_obs": False}, r"has another network: obs_norm\S+count is \[\] there, missing here"),
