@@ -193,9 +193,7 @@ class ActionMap:
         return out
 
     def nested(self, a: Array) -> Any:
-        """The env's structure and types: of `to_env`'s rows `[n, *shape]` what gymnasium batches, arrays `[n, ...]`.
-        A tensor stays as it is.
-        """
+        """`to_env`'s rows `[n, *shape]` in the env's structure and types, as gymnasium batches them. Tensors stay."""
         if not self.leaves:
             return a.astype(self.space.dtype, copy=False) if isinstance(a, np.ndarray) else a
         stops = np.cumsum([math.prod(leaf.shape) for leaf, _ in self.leaves])
