@@ -53,10 +53,12 @@ _HOME = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name == "presets":
-        return importlib.import_module("coterie.presets")
-    for module, names in _HOME.items():
-        if name in names:
-            return getattr(importlib.import_module(f"coterie.{module}"), name)
-    raise AttributeError(f"module 'coterie' has no attribute {name!r}")
+if not TYPE_CHECKING:  # which would take any name for one of ours
+
+    def __getattr__(name: str) -> Any:
+        if name == "presets":
+            return importlib.import_module("coterie.presets")
+        for module, names in _HOME.items():
+            if name in names:
+                return getattr(importlib.import_module(f"coterie.{module}"), name)
+        raise AttributeError(f"module 'coterie' has no attribute {name!r}")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from coterie.algorithms.base import AnyAlgorithm
@@ -24,7 +26,7 @@ from coterie.envs.news import Means
 from coterie.envs.spaces import flatten, on_host
 from coterie.envs.tasks import overall, task_config, tasks
 from coterie.models.build import Network
-from coterie.plugins import GIVEN, VARIANT, Part, label
+from coterie.plugins import GIVEN, VARIANT, label
 from coterie.presets.common import flat
 from coterie.runs import checkpoint
 from coterie.runs.trust import open_run
@@ -175,14 +177,14 @@ class Policy:
     def _new_player(self, batch: int) -> Player:
         return Player(self.algorithm, self.model, self.spec, batch, self.config.seed)
 
-    def reset(self, done: Array | None = None) -> None:
+    def reset(self, done: ArrayLike | None = None) -> None:
         """Begin new episodes: in every env, or where `done` `[B]`. Calls with another B begin new ones as well."""
         if done is not None and len(self._first) and np.shape(done) != self._first.shape:
             raise ConfigError(f"done: one value for each of {len(self._first)} envs is needed, not {np.shape(done)}")
         self._first = np.ones(0, bool) if done is None or not len(self._first) else self._first | (on_host(done) != 0)
 
     def __call__(
-        self, obs: Obs, *, reward: Array | None = None, action_mask: Array | None = None, sampled: bool = False
+        self, obs: Obs, *, reward: ArrayLike | None = None, action_mask: ArrayLike | None = None, sampled: bool = False
     ) -> Any:
         """Actions for a batch. `sampled`: from the distribution, not the likeliest ones. Raises `ConfigError` where
         something is not a batch of what the env gives.
@@ -200,6 +202,8 @@ class Policy:
             raise ConfigError(f"obs: not a batch of what the env gives: {reason_of(error)}; {hint}") from error
         if "" in self.spec.obs and isinstance(obs, dict):
             raise ConfigError("obs: an array is needed, not a dict")
+        if action_mask is not None and not self.spec.masked:
+            raise ConfigError("action_mask: the env of this policy has none")
         if self._outside:
             if action_mask is None:
                 raise ConfigError("action_mask: this policy needs one, [B, choices]: the env's info or action_masks()")
@@ -219,12 +223,16 @@ class Policy:
             self._first, rng = np.ones(batch, bool), self.player.rng
             self.player = self._new_player(batch)
             self.player.rng = rng  # two batches in a row are sampled differently
-        action = self.player.act(obs, self._first, np.zeros(batch) if reward is None else reward, sampled)
+        if reward is None and self.model.core and self.config.model.last_action_reward and not self._first.all():
+            raise ConfigError("reward: this policy needs that of the last step, [B], where episodes go on")
+        if (rewards := np.zeros(batch) if reward is None else on_host(reward)).shape != (batch,):
+            raise ConfigError(f"reward: [{batch}] is needed, not {list(rewards.shape)}")
+        action = self.player.act(obs, self._first, rewards, sampled)
         self._first = np.zeros(batch, bool)
         return self.actions.nested(self.actions.to_env(action))
 
 
-def load(folder: str | Path, learner: str | int = "0", *, trust: bool = False, **new: Part) -> Policy:
+def load(folder: str | Path, learner: str | int = "0", *, trust: bool = False, **new: Any) -> Policy:
     """The policy of a run's best checkpoint, or of its last where none was marked best.
 
     `learner`: its index (learner 0 is the one that is evaluated during training), "mean" for the mean of all learners'
@@ -269,13 +277,14 @@ def weights_of(tensors: checkpoint.Tensors, learner: str) -> dict[str, Tensor]:
 
 def evaluate_run(
     folder: str | Path, *, episodes: int = 100, sampled: bool = False, seed: int = 1, learner: str | int = "0",
-    trust: bool = False, **new: Part,
+    trust: bool = False, **new: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Score a run's policy: mean over whole episodes +- standard error, human-normalized where a reference exists.
     `trust` and `new`: as for `load`.
     """
-    if episodes < 1:
-        raise ConfigError(f"episodes: {episodes} must be at least 1")
+    for name, value, least in (("episodes", episodes, 1), ("seed", seed, 0)):
+        if not isinstance(value, Integral) or value < least:
+            raise ConfigError(f"{name}: {value!r} must be a whole number, at least {least}")
     policy = load(folder, learner, trust=trust, **new)
     trial = Trial(episodes, sampled, seed, max_steps=episodes * _LONGEST_EPISODE)
     scores = evaluate(policy.algorithm, policy.model, policy.config, trial)

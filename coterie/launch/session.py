@@ -64,7 +64,7 @@ _SAY_S = 5.0  # for the last line of a run that hangs
 def train(
     config: Config | None = None,
     *,
-    preset: str = "ppo",
+    preset: Part = "ppo",
     callbacks: Given | Iterable[Given] = (),
     quiet: bool = False,
     starting: Starting | None = None,
@@ -73,9 +73,9 @@ def train(
     """Train a new run and return its summary (also in `summary.json`). Raises `CoterieError` when it fails. Ctrl-C
     saves a checkpoint and raises `KeyboardInterrupt`; after SIGTERM and SIGHUP it is `SystemExit`.
 
-    Without a config the run is a preset's with these settings: `train(env=MyEnv, steps=100_000)`. `callbacks`: a
-    name, class or instance, or several, besides the config's; `starting`: of a process that began earlier and handles
-    signals itself: an interrupted run returns its summary, too.
+    Without a config the run is a preset's with these settings: `train(env=MyEnv, steps=100_000)`; without an env, too,
+    it is on the preset's own, mostly Pong-v5. `callbacks`: a name, class or instance, or several, besides the config's;
+    `starting`: of a process that began earlier and handles signals itself: an interrupted run returns its summary, too.
     """
     if config is None:
         config = presets.make(preset, **settings)

@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coterie.choices import unknown
 from coterie.config import Config
-from coterie.plugins import Part, call, named
+from coterie.plugins import Part, call, label, named
 from coterie.presets.actor_critic import a2c, a3c, a3c_paper, a3c_store, appo, bc, gala_a2c, gala_ppo, ppo, ppo_paper
 from coterie.presets.common import known_spec
 from coterie.presets.value import apex_dqn, c51, c51_2048, dqn, dqn_512, dqn_async, rainbow, rainbow_512, sac, seed_r2d2
 from coterie.presets.vtrace import impala, impala_deep, seed_football, seed_vtrace
+from coterie.runs.objects import name_of
 from coterie.types import ConfigError, Spec
 
 __all__ = [  # noqa: RUF022 - in the order of `PRESETS`, of messages and of pages
@@ -29,14 +30,17 @@ __all__ = [  # noqa: RUF022 - in the order of `PRESETS`, of messages and of page
 PRESETS: dict[str, Callable[..., Config]] = {n.replace("_", "-"): globals()[n] for n in __all__ if n != "make"}
 
 
-def __getattr__(name: str) -> Any:
-    raise AttributeError(f"coterie.presets has no {name!r}; presets are {', '.join(__all__)}")
+if not TYPE_CHECKING:  # which would take any name for one of ours
+
+    def __getattr__(name: str) -> Any:
+        raise AttributeError(f"coterie.presets has no {name!r}; presets are {', '.join(__all__)}")
 
 
-def make(name: str, env: Part = "", spec: Spec | None = None, **overrides: Any) -> Config:
-    """The preset called `name`, or the user's `package.module:function`, for `env`. `spec`: the env's, if known;
-    otherwise the env is made to find its spaces.
+def make(name: Part, env: Part = "", spec: Spec | None = None, **overrides: Any) -> Config:
+    """The preset called `name`, or the user's `package.module:function`, or the function itself, for `env`. `spec`: the
+    env's, if known; otherwise the env is made to find its spaces.
     """
+    name = next((known for known, preset in PRESETS.items() if preset is name), None) or name_of("preset", name)
     preset = partial(call, "preset", name) if ":" in name else PRESETS.get(name)
     if preset is None:
         raise unknown("preset", name, PRESETS, f"presets are {', '.join(PRESETS)}, or package.module:function")
@@ -49,6 +53,6 @@ def make(name: str, env: Part = "", spec: Spec | None = None, **overrides: Any) 
         config = preset(**({"env": env} if env != "" else {}), **overrides)
         if not isinstance(config, Config):
             raise ConfigError(f"preset: {name} returns {type(config).__name__}, not a Config")
-        return replace(config, preset=name)
+        return replace(config, preset=label(name))
     finally:
         known_spec.reset(before)

@@ -96,9 +96,10 @@ def test_a_policy_plays_in_other_envs_with_the_same_spaces(tmp_path, capsys):
 
 def test_a_recurrent_policy_outside_of_training_keeps_and_resets_its_state(tmp_path):
     out = tmp_path / "run"
-    coterie.train(small_ppo(out, steps=100, **{"model.core": "lstm", "model.core_size": 8}), quiet=True)
+    memory = {"model.core": "lstm", "model.core_size": 8, "model.last_action_reward": True}
+    coterie.train(small_ppo(out, steps=100, **memory), quiet=True)
     policy = load(out, 0)
-    obs = torch.randn(3, 4).numpy()
+    obs, last = torch.randn(3, 4).numpy(), {"reward": np.zeros(3)}
     with pytest.raises(ConfigError, match=r"^obs: \[B, 4\] is needed, not \[4\]; for one env give obs\[None\]$"):
         policy(obs[0])
     with pytest.raises(ConfigError, match=r"^obs: \[B, 4\] is needed, not \[3, 3\]$"):
@@ -106,14 +107,22 @@ def test_a_recurrent_policy_outside_of_training_keeps_and_resets_its_state(tmp_p
     for given in ({"x": obs}, {}):
         with pytest.raises(ConfigError, match=r"^obs: an array is needed, not a dict$"):
             policy(given)
-    with pytest.raises(ConfigError, match=r"^episodes: 0 must be at least 1"):
-        evaluate_run(out, episodes=0)
+    for wrong in {"episodes": 0}, {"episodes": 2.5}, {"episodes": "3"}, {"seed": -1}:
+        with pytest.raises(ConfigError, match=rf"^{min(wrong)}: \S+ must be a whole number, at least \d$"):
+            evaluate_run(out, **wrong)
     policy(obs)
     first = policy.player.state.clone()
-    policy(obs)
+    for given, says in (
+        ({}, "reward: this policy needs that of the last step"),
+        ({"reward": np.zeros(2)}, r"reward: \[3\] is needed, not \[2\]$"),
+        ({"action_mask": np.ones((3, 2)), **last}, "action_mask: the env of this policy has none"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{says}"):
+            policy(obs, **given)
+    policy(obs, **last)
     assert not torch.equal(policy.player.state, first)
-    policy.reset(torch.tensor([True, False, True]).numpy())
-    policy(obs)
+    policy.reset([True, False, True])
+    policy(obs, **last)
     assert torch.allclose(policy.player.state[[0, 2]], first[[0, 2]])
     assert not torch.allclose(policy.player.state[1], first[1])
     policy.fields = obs_fields("env", Discrete(4))
