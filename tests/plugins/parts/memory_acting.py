@@ -11,7 +11,7 @@ from coterie.acting.child_processes import apart_refusals
 from coterie.acting.inline import Inline
 from coterie.acting.recorder import Recorder, local_fields
 from coterie.config import Central, Refusal
-from coterie.envs.news import EnvNews, Means
+from coterie.envs.news import Reports
 from coterie.envs.tasks import envs_per_child
 from coterie.parallel.shm import SharedArrays, fence
 from coterie.parallel.threads import Team
@@ -81,9 +81,8 @@ class Stepper:
 class RemoteEnvs:
     """The envs of all children, as inline acting sees them: one group for each child."""
 
-    replaced = 0
-
     def __init__(self, memory, setup):
+        self.reports = Reports(setup.config.env)
         self.memory, self.board, self.rank, self.timeout = memory, setup.board, setup.rank, setup.timeout
         self.spec, self.num_envs = memory.spec, memory.children * memory.width
         self.groups = [slice(k * memory.width, (k + 1) * memory.width) for k in range(memory.children)]
@@ -104,9 +103,6 @@ class RemoteEnvs:
         self.memory.shared.arrays["action"][group] = action
         fence()
         self.memory.shared.arrays["answered"][group] += 1
-
-    def news(self):
-        return EnvNews([], Means())
 
     def close(self):
         pass
