@@ -241,7 +241,7 @@ class AlgorithmBase:
         self.rewards.load_state_dict(state)
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Called at the end of the run: there is nothing to release."""
 
 
 @cache

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from coterie.algorithms.base import AnyAlgorithm
 from coterie.build.factory import make_algorithm, make_model
-from coterie.build.resources import resolve_config
+from coterie.build.resources import plain_torch, resolve_config
 from coterie.build.validity import check_spec
 from coterie.config import Config
 from coterie.envs.answers import check_held
@@ -142,7 +142,7 @@ class Player:
         self.rng = torch.Generator(device).manual_seed(seed)
         self.state = model.initial_state(batch)
 
-    @torch.inference_mode()
+    @plain_torch(inference=True)
     def act(self, obs: Obs, is_first: Array, reward: Array, sampled: bool) -> Array:
         """The actions `[B, ...]` for what the envs show. `is_first` `[B]`: those that begin an episode."""
 
@@ -232,6 +232,7 @@ class Policy:
         return self.actions.nested(self.actions.to_env(action))
 
 
+@plain_torch()
 def load(folder: str | Path, learner: str | int = "0", *, trust: bool = False, **new: Any) -> Policy:
     """The policy of a run's best checkpoint, or of its last where none was marked best.
 

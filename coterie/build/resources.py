@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, cast
 
@@ -39,6 +41,20 @@ class Resources(Compute):
     torch_threads: int  # threads that train parts of a batch side by side, each with torch on one core
     groups: int
     record_acting: Record | None = None
+
+
+@contextmanager
+def plain_torch(inference: bool = False) -> Iterator[None]:
+    """Torch as it is in a new process, in place of what the caller has set. Child processes do not see that, either."""
+    with torch.inference_mode(inference), ExitStack() as changed:
+        changed.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.float32)
+        if torch.get_default_device().type != "cpu":
+            changed.enter_context(torch.device("cpu"))  # where it is not needed it would delay each call
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                changed.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def check_device(config: Config) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 from coterie import presets
 from coterie.acting.table import acting_kind
 from coterie.build.factory import ProcessContext, make_model, net_of, normalizers
-from coterie.build.resources import resolve_config
+from coterie.build.resources import plain_torch, resolve_config
 from coterie.build.unused import unused
 from coterie.build.validity import check_objects, check_spec
 from coterie.build.warm_start import begin_from, source_of
@@ -89,7 +89,7 @@ def train(
         raise missing("log.wandb", "wandb")
     refuse_run(folder)
     by_command = starting is not None
-    with closing(starting or Starting(quiet=quiet)) as starting, ExitStack() as held:
+    with closing(starting or Starting(quiet=quiet)) as starting, plain_torch(), ExitStack() as held:
         for name, needs in unused(flat(settings), config, make_spec(config.env, config.atari)) if settings else ():
             starting.notes.append(f"{name} has no effect in this run: it needs {needs}")
         summary = _go(config, folder, False, quiet, starting, given, held)
@@ -115,7 +115,7 @@ def resume(
     config = open_run(folder, new, trust)
     if steps:
         config = validate(replace(config, steps=steps))
-    with closing(starting or Starting(quiet=quiet)) as starting, ExitStack() as held:
+    with closing(starting or Starting(quiet=quiet)) as starting, plain_torch(), ExitStack() as held:
         held.enter_context(sole_writer(folder))
         if or_earlier:
             if config.launch == "ray":
