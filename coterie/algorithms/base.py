@@ -50,8 +50,8 @@ ON_CPU = Compute()
 
 @dataclass
 class Loss:
-    """The tensor to minimize, and named scalars without a graph. Both are divided by the whole batch's count, so that
-    the losses of its parts add up.
+    """The tensor to minimize, and named scalars without a graph. Each is a sum over the valid rows of a part, divided
+    by the whole batch's count (`masked_mean`), so that parts add up. As a metric it is shown as a mean of valid rows.
     """
 
     total: Tensor
