@@ -24,7 +24,7 @@ SECTIONS = {
     **{name: {name} for name in _NAMESAKES}, "q": _VALUE, "replay": _VALUE,
     "wire": {"decoupled", "central", "gossip", "allreduce"},
 }  # fmt: skip
-_MODULES: dict[str, str] = {}  # by the name that a part was registered under: the module that registered it
+_MODULES: dict[tuple[str, str], str] = {}  # by part and the name it was registered under: the module that did so
 
 
 class Choices(Mapping[str, T]):
@@ -46,13 +46,15 @@ class Choices(Mapping[str, T]):
         return len(self.kinds)
 
 
-def register(table: Choices[T], name: str, kind: T) -> None:
-    """Add a choice to a table, for `register_algorithm`, `register_acting` and `register_exchange`."""
+def register(table: Choices[T], part: str, name: str, kind: T, type_: type) -> None:
+    """Add a choice to a part's table, for `register_algorithm`, `register_acting` and `register_exchange`."""
     module = sys._getframe(2).f_globals["__name__"]
-    before = _MODULES.get(name, "" if name in table else module)
+    if not name or ":" in name or not isinstance(kind, type_):
+        raise ConfigError(f"{part}: it needs a name without a colon and a {type_.__name__}, not {name!r}, {kind!r:.60}")
+    before = _MODULES.get((part, name), "" if name in table else module)
     if before not in (module, "__main__"):  # the script itself may be that module, imported again
-        raise ConfigError(f"{name!r} is registered already")
-    _MODULES[name] = module
+        raise ConfigError(f"{part}: {name!r} is registered already")
+    _MODULES[part, name] = module
     table.kinds[name] = kind
 
 
@@ -76,22 +78,22 @@ def resolve_exchange(config: Config) -> str:
     return "solo" if alone else "allreduce"
 
 
-def is_own(name: str) -> bool:
-    """Whether a choice is one of the user's, which may read any setting."""
-    return ":" in name or name in _MODULES
+def is_own(part: str, config: Config) -> bool:
+    """Whether the choice of a part is one of the user's, which may read any setting."""
+    return ":" in (name := getattr(config, part)) or (part, name) in _MODULES
 
 
 def uses(section: str, config: Config) -> bool:
     """Whether a run uses one of `SECTIONS`."""
     choices = (config.algorithm, config.acting, resolve_exchange(config), config.launch)
-    if is_own(config.algorithm) and section in (*_ALGORITHMS, "q", "replay"):
+    if is_own("algorithm", config) and section in (*_ALGORITHMS, "q", "replay"):
         return True
     return not SECTIONS[section].isdisjoint(choices)
 
 
 def with_modules(config: C) -> C:
     """The config with the modules that registered its parts, for other processes to import."""
-    found = [_MODULES[name] for name in (config.algorithm, config.acting, config.exchange) if name in _MODULES]
+    found = [module for (part, name), module in _MODULES.items() if getattr(config, part) == name]
     modules = dict.fromkeys([*config.plugins.modules, *(m for m in found if m != "__main__")])
     return replace(config, plugins=replace(config.plugins, modules=tuple(modules)))
 

@@ -16,8 +16,8 @@ ACTING: Choices[ActingKind[Any]] = Choices(
 
 
 def register_acting(name: str, kind: ActingKind[Any]) -> None:
-    """Add an acting: `--acting NAME`."""
-    register(ACTING, name, kind)
+    """Add an acting: `--acting NAME`. `kind`: as `KIND` in acting/inline.py. Raises `ConfigError` for others."""
+    register(ACTING, "acting", name, kind, ActingKind)
 
 
 def acting_kind(config: Config) -> ActingKind[Any]:

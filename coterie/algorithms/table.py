@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from coterie.algorithms.base import Algorithm, AlgorithmBase
 from coterie.choices import Choices, choose, register
 from coterie.config import Config
-from coterie.plugins import named
+from coterie.plugins import label, named
 from coterie.types import ConfigError
 
 ALGORITHMS: Choices[type[AlgorithmBase]] = Choices(
@@ -21,17 +23,22 @@ _METHODS = {name for name, method in vars(Algorithm).items() if callable(method)
 
 
 def register_algorithm(name: str, kind: type[AlgorithmBase]) -> None:
-    """Add an algorithm: `--algorithm NAME`."""
-    register(ALGORITHMS, name, kind)
+    """Add an algorithm: `--algorithm NAME`. `kind`: a subclass of `AlgorithmBase` with `act`, `batches` and `loss`.
+    Raises `ConfigError` where it is something else, or the name is taken.
+    """
+    register(ALGORITHMS, "algorithm", name, _checked(name, kind), type)
 
 
 def algorithm_class(config: Config) -> type[AlgorithmBase]:
     """The class of the run's algorithm. Raises `ConfigError` where it is not one."""
     if ":" not in config.algorithm:
         return choose(ALGORITHMS, "algorithm", config.algorithm, config)
-    found = named("algorithm", config.algorithm)
+    return _checked(label(config.algorithm), named("algorithm", config.algorithm))
+
+
+def _checked(name: str, found: Any) -> type[AlgorithmBase]:
     if not (isinstance(found, type) and issubclass(found, AlgorithmBase)):
-        raise ConfigError(f"algorithm: {config.algorithm} is not a subclass of coterie.algorithms.base.AlgorithmBase")
+        raise ConfigError(f"algorithm: {name} is not a subclass of coterie.algorithms.base.AlgorithmBase")
     if missing := _METHODS - {*dir(found)}:
-        raise ConfigError(f"algorithm: {config.algorithm} must define {', '.join(sorted(missing))}")
+        raise ConfigError(f"algorithm: {name} must define {', '.join(sorted(missing))}")
     return found

@@ -21,12 +21,12 @@ from coterie.types import Needs, Spec
 
 def unused(options: Iterable[str], config: Config, spec: Spec) -> Iterator[tuple[str, str]]:
     """Those of these fields that have no effect, and what each needs."""
-    if config.plugins != Plugins() or is_own(config.acting) or is_own(config.exchange):  # they may use all
+    if config.plugins != Plugins() or is_own("acting", config) or is_own("exchange", config):  # they may use all
         return
     rows: Needs = {name: (uses(name, config), " or ".join(sorted(used))) for name, used in SECTIONS.items()}
     rows |= _envs(config) | _networks(config, spec) | _runs(config)
     rows |= acting_kind(config).needs(config)
-    if not is_own(config.algorithm):
+    if not is_own("algorithm", config):
         rows |= _algorithms(config)
     needs = {name: need for names, (used, need) in rows.items() if not used for name in names.split()}
     for name in options:

@@ -16,8 +16,8 @@ EXCHANGES: Choices[ExchangeKind] = Choices(
 
 
 def register_exchange(name: str, kind: ExchangeKind) -> None:
-    """Add an exchange: `--exchange NAME`."""
-    register(EXCHANGES, name, kind)
+    """Add an exchange: `--exchange NAME`. `kind`: as `KIND` in exchange/solo.py. Raises `ConfigError` for others."""
+    register(EXCHANGES, "exchange", name, kind, ExchangeKind)
 
 
 def exchange_kind(config: Config) -> ExchangeKind:

@@ -226,7 +226,7 @@ def test_help_has_the_options_of_the_presets_cell_and_help_all_every_one(capsys)
 def test_an_algorithm_of_the_users_may_use_any_section(monkeypatch):
     config = replace(Config(), {"algorithm": "robust"})
     assert not uses("ppo", config)
-    monkeypatch.setitem(choices._MODULES, "robust", "mine")
+    monkeypatch.setitem(choices._MODULES, ("algorithm", "robust"), "mine")
     assert uses("ppo", config)
 
 

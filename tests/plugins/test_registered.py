@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 
 from coterie import choices, presets
-from coterie.acting.table import ACTING
-from coterie.algorithms.table import algorithm_class
+from coterie.acting.inline import Inline
+from coterie.acting.table import ACTING, register_acting
+from coterie.algorithms.table import ALGORITHMS, algorithm_class, register_algorithm
 from coterie.cli.main import main
 from coterie.config import Config
 from coterie.envs.workers import worker_declared
-from coterie.exchange.table import EXCHANGES
+from coterie.exchange.solo import Solo
+from coterie.exchange.table import EXCHANGES, register_exchange
 from coterie.plugins import named
 from coterie.runs.config_io import replace as changed
 from coterie.tools.plan.services import save
@@ -156,12 +158,32 @@ def test_an_error_in_a_users_module_is_shown_whole(tmp_path, monkeypatch, wrong,
 
 
 def test_a_part_is_registered_once_and_its_module_takes_the_place_of_the_script(monkeypatch):
-    monkeypatch.setattr(choices, "_MODULES", {"mine": "__main__"})
+    monkeypatch.setattr(choices, "_MODULES", {("acting", "mine"): "__main__"})
     table = choices.Choices(mine=1, ppo=2)
-    (lambda: choices.register(table, "mine", 3))()
-    assert (table["mine"], choices._MODULES) == (3, {"mine": __name__})
-    with pytest.raises(ConfigError, match=r"^'ppo' is registered already$"):
-        (lambda: choices.register(table, "ppo", 4))()
+    (lambda: choices.register(table, "acting", "mine", 3, int))()
+    assert (table["mine"], choices._MODULES) == (3, {("acting", "mine"): __name__})
+    (lambda: choices.register(choices.Choices(), "acting", "dqn", 3, int))()
+    assert not choices.is_own("algorithm", changed(Config(), {"algorithm": "dqn"}))
+    with pytest.raises(ConfigError, match=r"^acting: 'ppo' is registered already$"):
+        (lambda: choices.register(table, "acting", "ppo", 4, int))()
+
+
+@pytest.mark.parametrize(
+    ("add", "wrong", "right"),
+    [
+        (register_algorithm, 3, ALGORITHMS["ppo"]),
+        (register_acting, Inline, ACTING["inline"]),
+        (register_exchange, Solo, EXCHANGES["solo"]),
+    ],
+)
+def test_a_part_that_is_no_kind_or_has_no_name_is_not_registered(add, wrong, right):
+    for name, kind, says in (
+        ("mine", wrong, "it needs|is not a subclass"),
+        ("", right, "it needs a name"),
+        ("a:b", right, "it needs a name"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            add(name, kind)
 
 
 @pytest.mark.parametrize("part", ["acting", "exchange"])
