@@ -6,7 +6,9 @@ import copy
 import hashlib
 import json
 import math
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +42,8 @@ from coterie.parallel.params import FlatParams
 from coterie.parallel.shm import SharedArrays
 from coterie.parallel.threads import ALONE, Team, making
 from coterie.parallel.weights import Weights
-from coterie.types import AgentOutput, Inputs, Spec, counted
+from coterie.plugins import label, raised
+from coterie.types import AgentOutput, ConfigError, CoterieError, Inputs, Spec, counted
 
 
 def seed_for(seed: int, *key: int) -> int:
@@ -51,9 +54,24 @@ def seed_for(seed: int, *key: int) -> int:
 ENV_SEED, POLICY_SEED, BATCH_SEED, EVAL_SEED = range(4)
 
 
+@contextmanager
+def in_one_line(what: str) -> Iterator[None]:
+    """Turn what the user's code raises into one line, with its traceback."""
+    try:
+        yield
+    except CoterieError:
+        raise
+    except Exception as error:
+        raise CoterieError(f"{what}: {raised(error)}", traceback.format_exc()) from error
+
+
 def make_algorithm(config: ResolvedConfig, spec: Spec, compute: Compute = ON_CPU, rank: int = 0) -> AnyAlgorithm:
     make = cast(Callable[..., AnyAlgorithm], algorithm_class(config))  # each class has the whole protocol
-    return make(config, spec, compute, seed_for(config.seed, BATCH_SEED, rank))
+    with in_one_line(f"algorithm: {label(config.algorithm)} cannot be made"):
+        made = make(config, spec, compute, seed_for(config.seed, BATCH_SEED, rank))
+    if not hasattr(made, "clock"):
+        raise ConfigError(f"algorithm: {label(config.algorithm)}: its __init__ must call super().__init__")
+    return made
 
 
 def env_share(
@@ -91,7 +109,10 @@ def policy_of(algorithm: AnyAlgorithm, record: Record | None = None, most: int =
     def policy(
         model: Model, inputs: Inputs, core_state: Tensor | None, env_id: Tensor, rng: torch.Generator
     ) -> tuple[AgentOutput, Tensor | None]:
-        return act(model, inputs, core_state, algorithm.explore(env_id), rng)
+        out, core_state = act(model, inputs, core_state, algorithm.explore(env_id), rng)
+        if out.action.shape != (shape := inputs.prev_action.shape):
+            raise ConfigError(f"algorithm: act chose actions of shape {tuple(out.action.shape)}, not {tuple(shape)}")
+        return out, core_state
 
     return policy
 
@@ -120,7 +141,10 @@ def make_model(config: Config, spec: Spec) -> Network:
     """The network with the run's initial weights: the same for every learner."""
     with making(seed_for(config.seed)):
         kind = algorithm_class(config)
-        own = cast(Network | None, kind.make_model(config, spec))
+        with in_one_line(place := f"algorithm: make_model of {label(config.algorithm)}"):
+            own = kind.make_model(config, spec)
+        if not isinstance(own, Network | None):
+            raise ConfigError(f"{place} must return a coterie.models.build.Network or None, not {type(own).__name__}")
         return own or Network(spec, config.model, config.q if kind.value_based else None)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
@@ -12,7 +11,7 @@ from typing import get_args
 from coterie.acting.table import ACTING, acting_kind
 from coterie.algorithms.replay_size import replay_size
 from coterie.algorithms.table import ALGORITHMS, algorithm_class
-from coterie.build.factory import make_model, updates_of
+from coterie.build.factory import in_one_line, make_model, updates_of
 from coterie.config import PPO, Config, Refusal, ResolvedConfig
 from coterie.envs.make import make_spec
 from coterie.envs.tasks import envs_per_child, tasks
@@ -20,7 +19,7 @@ from coterie.exchange.table import EXCHANGES, exchange_kind
 from coterie.models.build import try_out
 from coterie.models.heads import NoisyLinear
 from coterie.models.torsos import FOR_IMAGES
-from coterie.plugins import FIELDS, check_own, label, raised
+from coterie.plugins import FIELDS, check_own, label
 from coterie.runs.config_io import TYPES, get, shown
 from coterie.types import ActionSpec, ConfigError, CoterieError, ObsSpec, Spec, counted, reason_of
 from coterie.wire.auth import without_keys
@@ -139,7 +138,7 @@ def check(config: ResolvedConfig, spec: Spec) -> None:
         raise ConfigError(f"max_lag: {config.max_lag} must be at least {least} for this layout, or 0 for no such limit")
     check_own(config)
     if ":" in config.model.torso + config.model.core + config.model.network:
-        try:
+        with in_one_line("model: the network cannot be made or used"):
             model = make_model(config, spec)
             if hasattr(model.body, "initial_state") and not model.recurrent:
                 raise ConfigError("model.network: name the class: its memory (initial_state) is not seen otherwise")
@@ -149,11 +148,6 @@ def check(config: ResolvedConfig, spec: Spec) -> None:
                     "q.noisy: model.network has no NoisyLinear of coterie.models.heads, so nothing explores"
                 )
             try_out(model)
-        except ConfigError:
-            raise
-        except Exception as error:
-            reason = f"model: the network cannot be made or used: {raised(error)}"
-            raise CoterieError(reason, traceback.format_exc()) from error
     unit, n = spec.agents * max(1, config.env.groups) * max(1, config.actors // config.learners), config.env.num_envs
     if spec.agents > 1 and n % unit:  # the agents of one env would be in two groups or processes
         near = " or ".join(str(m) for m in (n - n % unit, n - n % unit + unit) if m)

@@ -24,7 +24,7 @@ from coterie.cli.options import config_of
 from coterie.config import Config
 from coterie.models.build import acting_copy
 from coterie.parallel.threads import Team
-from coterie.types import ActionSpec, ConfigError, Inputs, ObsSpec, Spec
+from coterie.types import ActionSpec, ConfigError, CoterieError, Inputs, ObsSpec, Spec
 from tests.conftest import make_config, make_rollout
 
 SPEC = Spec("made-up", {"": ObsSpec((3,), "float32")}, ActionSpec("continuous", low=(-1.0, -2.0), high=(1.0, 2.0)))
@@ -154,6 +154,43 @@ class Settings:
 
 class Mine(PPO):
     Settings = Settings
+
+
+class Bare(PPO):
+    def __init__(self, *args: Any) -> None:
+        pass
+
+
+class Fails(PPO):
+    def __init__(self, config: Config) -> None:
+        pass
+
+
+class Layer(PPO):
+    @staticmethod
+    def make_model(config: Config, spec: Spec) -> Any:
+        return torch.nn.Linear(4, 2)
+
+
+class First(PPO):
+    def act(self, *args: Any) -> Any:
+        out, core_state = super().act(*args)
+        return out._replace(action=out.action[:1]), core_state
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (Bare, "algorithm: .*:Bare: its __init__ must call super"),
+        (Fails, "algorithm: .*:Fails cannot be made: TypeError: .*takes 2 positional arguments"),
+        (Layer, "algorithm: make_model of .*:Layer must return a .*Network or None, not Linear"),
+        (First, r"algorithm: act chose actions of shape \(1,\), not \(16,\)"),
+    ],
+)
+def test_a_mistake_in_an_algorithm_is_one_line(kind: type[PPO], says: str, tmp_path: Any) -> None:
+    changes = {"algorithm": kind, "steps": 400, "env.num_envs": 16, "learners": 1, "log.tensorboard": False}
+    with pytest.raises(CoterieError, match=says):
+        coterie.train(env="CartPole-v1", out=tmp_path / "run", quiet=True, **changes)
 
 
 def mine(env: str = "CartPole-v1", **overrides: Any) -> Config:
