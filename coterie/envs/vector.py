@@ -19,6 +19,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array
 
 from coterie import config
+from coterie.envs.answers import STEP, parts_of
 from coterie.envs.backend import Backend, Declared, StepResults, declare
 from coterie.envs.gym import is_gym_id, numbers, open_gym
 from coterie.envs.pool import has_env
@@ -45,6 +46,8 @@ def make_together(env: config.Env, seeds: Sequence[int]) -> Backend:
     made = open_gym(env.id, json_object("env.kwargs", env.kwargs), env.max_episode_steps, make)
     if not isinstance(made, Backend):
         raise ConfigError(f"env.backend {label(env.backend)}: returned {type(made).__name__}, not a Backend")
+    if not hasattr(made, "action_map"):
+        raise ConfigError(f"env.backend {label(env.backend)}: its __init__ must call super().__init__")
     if made.num_instances != len(seeds):
         raise ConfigError(f"env.num_envs: {label(env.id)} has {made.num_instances} envs instead of {len(seeds)}")
     return made
@@ -129,7 +132,8 @@ class VectorBackend(Backend):
         fake = self._done
         if fake.any() and self._mode is AutoresetMode.DISABLED:
             self.restart(fake)  # an env that has ended must not be stepped
-        given, reward, terminated, truncated, info = self.env.step(self.action_map.nested(actions))
+        answer = self.env.step(self.action_map.nested(actions))
+        given, reward, terminated, truncated, info = parts_of(f"env.id {self.spec.env_id!r}: step", answer, STEP)
         info = info if isinstance(info, Mapping) else {}
         obs, reward = self._flat(given), np.array(on_host(reward), np.float32)
         terminated, truncated = (np.array(on_host(x), bool) for x in (terminated, truncated))
@@ -215,7 +219,8 @@ def _shared(x: Any) -> Any:
 
 def receive(backend: Backend) -> StepResults:
     """The backend's answer, with observations that are NumPy arrays or torch tensors, and all else on the host."""
-    batch = backend.recv()
+    if not isinstance(batch := backend.recv(), StepResults):
+        raise ConfigError(f"env.backend: recv returned {type(batch).__name__}, not StepResults")
     if not backend.tensors and [getattr(x, "dtype", 0) for x in (*batch[1:5], batch.first)] == [*_SMALL.values()]:
         return batch
     small: Any = {k: np.array(on_host(getattr(batch, k)), kind) for k, kind in _SMALL.items()}

@@ -164,6 +164,8 @@ def test_an_env_with_a_nan_is_restarted_alone_where_that_can_be(kind: str) -> No
         ({"id": "Catch-v0"}, f"env.id 'Catch-v0': {NO_VECTOR}"),  # EnvPool's
         ({"id": "pettingzoo/classic/rps_v2"}, f"env.id 'pettingzoo/classic/rps_v2': {NO_VECTOR}"),
         ({"backend": COUNTING}, "env.backend .*:Counting: it is not a Backend; envs go to env.id, a VectorEnv with"),
+        ({"backend": WALKS, "kwargs": '{"fault": "no super"}'}, "env.backend .*:Walks: its __init__ must call super"),
+        ({"backend": WALKS, "kwargs": '{"fault": "tuple"}'}, "env.backend: recv returned tuple, not StepResults"),
         ({"backend": "auto"}, "env.id .*:Counting': it is a VectorEnv: set env.backend to vector"),
         ({"kwargs": '{"lacks": "envs"}'}, "env.num_envs: .*:Counting has 0 envs instead of 1"),
         ({"kwargs": '{"lacks": "mode"}'}, r"metadata\['autoreset_mode'\] is None, not an AutoresetMode"),
@@ -193,6 +195,7 @@ def test_what_cannot_work_is_one_line(options: dict[str, Any], says: str) -> Non
         ("reward", r"reward has shape \(3, 1\), not \(3,\)"),
         ("flags", r"terminated has shape \(3, 1\), not \(3,\)"),
         ("bytes", "observation has type .*float32, and its space uint8"),
+        ("a value", r"step must return \(observation, reward, terminated, truncated, info\), not 4 values"),
     ],
 )
 def test_results_that_would_be_broadcast_or_cut_are_one_line(kind: str, lacks: str, says: str) -> None:

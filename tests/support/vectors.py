@@ -85,7 +85,8 @@ class Counting(VectorEnv[Any, Any, Any]):
             reward = reward[:, None]
         if self.lacks == "flags":
             terminated, truncated = terminated[:, None], truncated[:, None]
-        return self._see(), reward, terminated, truncated, None if self.lacks == "info" else info
+        answer = self._see(), reward, terminated, truncated, None if self.lacks == "info" else info
+        return answer[:4] if self.lacks == "a value" else answer
 
     def _see(self) -> Any:
         obs = np.stack([self.count, self.episode], 1).astype(np.float32)

@@ -24,10 +24,11 @@ class Walks(Backend):
 
     def __init__(self, env_id: str, seeds: Any, fault: str = "") -> None:
         box = spaces.Box(-20, 20, (1,), np.float32)
-        super().__init__(declare(env_id, box, spaces.Discrete(2)), len(seeds))
+        if fault != "no super":
+            super().__init__(declare(env_id, box, spaces.Discrete(2)), len(seeds))
         self.rng = np.random.default_rng(None if fault == "seed" else list(seeds))
         self.fault, self.tensors = fault, fault == "torch"
-        self.place, self.steps = np.zeros((self.num_instances, 1), np.float32), np.zeros(self.num_instances, int)
+        self.place, self.steps = np.zeros((len(seeds), 1), np.float32), np.zeros(len(seeds), int)
 
     def reset(self, ids: Any) -> None:
         self.place[ids], self.steps[ids] = self.rng.uniform(-1, 1, (len(ids), 1)), 0
