@@ -172,7 +172,7 @@ def substitute(config: Config, part: str, default: Callable[P, T]) -> Callable[P
     mro = [c for c in (given.__mro__ if isinstance(given, type) else ()) if not c.__module__.endswith("base")]
     base = next((c for c in mro if c.__module__.startswith("coterie.")), default)
     if base is not default:
-        raise ConfigError(f"plugins.{part}: {path} is a subclass of {base.__name__}, but this run uses {place}")
+        raise ConfigError(f"plugins.{part}: {label(path)} is a subclass of {base.__name__}, but this run uses {place}")
     return partial(call, f"plugins.{part}", path)
 
 

@@ -21,7 +21,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from coterie.config import Config, Env, Range
-from coterie.plugins import FIELDS, GIVEN, PARTS
+from coterie.plugins import FIELDS, GIVEN, PARTS, label
 from coterie.runs.files import write_whole
 from coterie.runs.objects import name_of
 from coterie.runs.old_names import OLD, PEERS
@@ -73,7 +73,7 @@ def _name(name: str) -> str:
 
 def shown(value: Any) -> str:
     """A bad value, fit for a message of one line."""
-    text = " ".join(repr(value).split())
+    text = " ".join(repr(label(value) if isinstance(value, str) else value).split())
     return text if len(text) <= 60 else text[:57] + "..."
 
 

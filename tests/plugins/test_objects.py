@@ -18,6 +18,7 @@ import coterie
 from coterie import Callback
 from coterie.cli.main import main
 from coterie.envs.testing import CountingEnv
+from coterie.exchange.allreduce import AllReduce
 from coterie.plugins import label, named
 from coterie.runs.metrics import read_metrics
 from coterie.runs.objects import name_of
@@ -107,6 +108,15 @@ def test_what_cannot_be_used_is_refused_in_one_sentence(tmp_path):
         (lambda: named("env.id", "pickle:../../x"), "env.id: cannot import 'pickle:../../x'"),
         (lambda: coterie.train(config, steps=1), "steps: a config was given, too"),
         (lambda: coterie.load("nowhere", steps=1), "steps: a run keeps all settings but env, acting, .*init_from"),
+        (
+            lambda: far(preset="dqn", **{"model.core": lambda *_: 0}),
+            "model.core: 'lambda' must have no memory with dqn",
+        ),
+        (lambda: far(algorithm=lambda *_: 0), "algorithm: lambda is not a subclass of"),
+        (
+            lambda: far(learners=1, exchange=type("Mean", (AllReduce,), {})),
+            "plugins.exchange: Mean is a subclass of All",
+        ),
         (lambda: far(launch="ray"), elsewhere),
         (lambda: far(preset="impala", acting="decoupled", **{"wire.bind": "127.0.0.1:0"}), elsewhere),
         (lambda: far(exchange="gossip", **{"gossip.connect": "127.0.0.1:1"}), elsewhere),
