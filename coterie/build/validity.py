@@ -16,9 +16,9 @@ from coterie.config import PPO, Config, Refusal, ResolvedConfig
 from coterie.envs.make import make_spec
 from coterie.envs.tasks import envs_per_child, tasks
 from coterie.exchange.table import EXCHANGES, exchange_kind
-from coterie.models.build import try_out
 from coterie.models.heads import NoisyLinear
 from coterie.models.torsos import FOR_IMAGES
+from coterie.models.tryout import try_out
 from coterie.plugins import FIELDS, check_own, label
 from coterie.runs.config_io import TYPES, get, shown
 from coterie.types import ActionSpec, ConfigError, CoterieError, ObsSpec, Spec, counted, reason_of

@@ -22,7 +22,7 @@ from coterie.models.text import TextTorso
 from coterie.models.torsos import build_pair, build_torso
 from coterie.ops.dist import ILLEGAL, make_distribution
 from coterie.plugins import call
-from coterie.types import MASK, ConfigError, Inputs, Obs, ObsSpec, Spec, entries, from_entries, map_obs
+from coterie.types import MASK, ConfigError, Inputs, Obs, ObsSpec, Spec, entries, map_obs
 
 
 class Values(NamedTuple):
@@ -30,9 +30,6 @@ class Values(NamedTuple):
 
     actions: int
     atoms: int  # 1: values
-
-
-_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 class Network(nn.Module):
@@ -229,32 +226,6 @@ class Network(nn.Module):
         for key, x in entries(obs).items():
             if (name := _module_name("" if self.masked and key == self.single else key)) in self.obs_norm:
                 self.obs_norm[name].update(x[valid])  # type: ignore[operator]
-
-
-def try_out(model: Network) -> None:
-    """Two forward passes of the same 2 x 3 rows. Raises a `ConfigError` where parts of the user's cannot work."""
-    spec, rows, rng = model.spec, (2, 3), torch.Generator().manual_seed(0)
-    obs = {k: _sample(s, rows, rng) for k, s in spec.obs.items()}
-    action = torch.zeros(*rows, *spec.action.shape, dtype=getattr(torch, spec.action.dtype))
-    is_first = torch.tensor([[True], [False]]).expand(rows)
-    inputs = Inputs(from_entries(obs), is_first, action, torch.zeros(rows))
-    before = {name: x.clone() for name, x in model.named_buffers()}
-    with torch.no_grad():
-        one, other = (model(inputs, model.initial_state(rows[1])) for _ in range(2))
-    same = all(torch.allclose(x, y, equal_nan=True) for x, y in zip(one, other, strict=True) if x is not None)
-    if not same or any(isinstance(part, _DROPOUT) and part.p for part in model.modules()):
-        raise ConfigError("model: two passes over the same rows differ; dropout, for example, is not supported")
-    for name, x in model.named_buffers():
-        if not torch.equal(x, before[name]):
-            raise ConfigError(f"model: forward changes the buffer {name}, which does not reach other processes")
-
-
-def _sample(spec: ObsSpec, rows: tuple[int, ...], rng: torch.Generator) -> Tensor:
-    """Numbers from 0 to 1, or an action mask that allows all; zeros where an integer may mean something."""
-    shape, dtype = (*rows, *spec.shape), getattr(torch, spec.dtype)
-    if dtype.is_floating_point:
-        return torch.rand(shape, generator=rng, dtype=dtype)
-    return torch.full(shape, dtype == torch.bool, dtype=dtype)
 
 
 def _module_name(key: str) -> str:

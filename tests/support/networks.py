@@ -71,6 +71,18 @@ valueless = wrong(lambda params, value, state: (params, None, state))
 wide = wrong(lambda params, value, state: (params, params, state))
 stateful = wrong(lambda params, value, state: (params, value, value))
 stateless = wrong(lambda params, value, state: (params, value))
+centered = wrong(lambda params, value, state: (params - params.mean(0), value, state))
+
+
+class Endless(Counter):
+    def forward(self, inputs: Any, core_state: Any) -> Any:
+        return super().forward(inputs._replace(is_first=torch.zeros_like(inputs.is_first)), core_state)
+
+
+class Lengthy(Counter):
+    def forward(self, inputs: Any, core_state: Any) -> Any:
+        params, value, core_state = super().forward(inputs, core_state)
+        return params + len(params), value, core_state
 
 
 class Batched(Mixer):
