@@ -194,10 +194,10 @@ class AlgorithmBase:
         return 0
 
     def acts_at(self, version: int) -> None:
-        """Acting does not depend on the progress of the run."""
+        """Called in an actor, whose weights are those of learner step `version`. By default it is ignored."""
 
     def explore(self, env_id: Tensor) -> Tensor:
-        """Every env samples from the unmodified policy."""
+        """How much each env explores, `[B]`. By default each samples from the policy as it is."""
         return _ones(len(env_id), env_id.device)
 
     def changing(self) -> dict[str, float]:
@@ -220,14 +220,14 @@ class AlgorithmBase:
             self._factors[name].fill_(value)
 
     def after_step(self, model: Model, batch: Batch[Any]) -> None:
-        """Nothing follows a step."""
+        """Called once per batch, after its optimizer step. By default it does nothing."""
 
     def gauges(self) -> dict[str, float]:
-        """No metrics beside the loss's."""
+        """Numbers for the metrics, beside those of the loss."""
         return {}
 
     def warning(self) -> str:
-        """Nothing to say."""
+        """One line for the user, or nothing."""
         return ""
 
     def after_rollout(self, model: Model, rollout: Rollout) -> None:
