@@ -157,8 +157,7 @@ class ActionMap:
     """What a policy may choose, and how a batch of its choices becomes what the env takes: in the env's shape, times
     `scale`, plus `offset`, clipped to `low` and `high`; None: that is left out.
 
-    A Dict or Tuple has `leaves`, each with its columns of the policy's action; then the env's values are side by side
-    in a row. `nested` makes the env's structure of it.
+    A Dict or Tuple has `leaves`, each with its columns of the policy's action, and the env's values side by side.
     """
 
     spec: ActionSpec

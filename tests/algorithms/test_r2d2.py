@@ -37,8 +37,8 @@ def test_a_stored_state_is_the_acting_state_at_the_first_row_of_the_burn_in(stor
         return stop(rollout)
 
     learner.run(look)
-    learner.close()
     ring = learner.algorithm.replay
+    learner.close()
     picks = ring.priorities.draw(40)
     drawn = [*zip((picks.index // ring.ring).tolist(), picks.stamp.tolist(), strict=True)]
     assert {*drawn} == {(env, begin) for env in range(4) for begin in begins}
