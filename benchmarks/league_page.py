@@ -22,9 +22,9 @@ Presets on a list of environments, as a user types them: `python benchmarks/leag
 done; the others are not started or not finished. No run was steered; budgets of `gala-ppo` and `ppo-paper` on Pong were
 raised, after runs of 3M env steps had ended at 4.9 and 17.2, and that of `appo` with them. These were trained again
 with new defaults: `dqn` on CartPole and `ppo` on MountainCar (before: 393 and -138, commit df33f55), and what is listed
-with older defaults [here](learning.md#what-did-not-learn), of which some were stopped early. With two cores, after runs
-on one, where it has one learner or half of the envs: `gala-ppo` on CartPole, Ant (three seeds) and
-InvertedDoublePendulum, `impala` on CartPole. Some defaults of ours were chosen by runs on these envs and with some of
+with older defaults [here](learning.md#what-did-not-learn), of which some were stopped early. Runs on one core are not
+counted where they had one learner or half of the envs (`gala-ppo` on CartPole, Ant and InvertedDoublePendulum, `impala`
+on CartPole): they are made again with two. Some defaults of ours were chosen by runs on these envs and with some of
 these seeds ([presets](../reference/presets.md), [what did not learn](learning.md#what-did-not-learn)), so they may do
 worse elsewhere.
 
