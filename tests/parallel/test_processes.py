@@ -20,7 +20,7 @@ import pytest
 
 from coterie.parallel.affinity import available_cores
 from coterie.parallel.processes import Child, gather, listen, scratch_folder
-from coterie.parallel.signals import STOP, on_signals
+from coterie.parallel.signals import STOP, blocked_signals, on_signals
 from coterie.types import ConfigError, CoterieError
 from tests.support.waiting import PATIENCE
 
@@ -167,3 +167,14 @@ def test_outside_the_main_thread_signal_handlers_stay_as_they_are():
     thread.start()
     thread.join(10)
     assert seen == [before]
+
+
+STARTS = """import os, signal; os.kill(os.getpid(), signal.SIGINT)
+from coterie.parallel.signals import ignore_signals; ignore_signals()
+print(signal.pthread_sigmask(signal.SIG_BLOCK, []))"""
+
+
+def test_a_signal_to_the_group_does_not_end_a_child_that_is_starting():
+    with blocked_signals():
+        done = subprocess.run([sys.executable, "-c", STARTS], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "set()\n", "")
