@@ -13,7 +13,7 @@ TESTS = Path(__file__).parent
 # Planned: 16,000 for the library, 4,500 for the tools and 18,000 for the tests. A commit that raises one says for what.
 LIBRARY_LINES = 28_080
 TOOLS_LINES = 6_360
-TESTS_LINES = 33_470
+TESTS_LINES = 33_480
 TOP_LEVEL_MODULES = 8
 FILE_LINES = 300
 FUNCTION_LINES = 60
