@@ -5,9 +5,10 @@ import os
 import signal
 import sys
 import threading
+import time
 from types import FrameType
 
-_LEFT_S = 10.0  # for threads that an env has left behind
+_SAY_S, _LEFT_S = 10.0, 600.0  # until threads that an env or a callback has left are named, and until they are ended
 
 
 def main() -> int:
@@ -27,10 +28,19 @@ def main() -> int:
     for number in stop:  # nothing is left but the exit, whose code says how the run has ended
         signal.signal(number, lambda *_: os._exit(code))
     if stop:
-        end = threading.Timer(_LEFT_S, os._exit, (code,))
-        end.daemon = True
-        end.start()
+        threading.Thread(target=_end, args=(code,), daemon=True).start()
     return code
+
+
+def _end(code: int) -> None:
+    """End the process, if it is still there when these times are over."""
+    time.sleep(_SAY_S)
+    left = ", ".join(x.name for x in threading.enumerate() if not x.daemon and x is not threading.main_thread())
+    try:
+        os.write(2, f"coterie: waiting up to {_LEFT_S:g} s for threads of an env or a callback: {left}\n".encode())
+    finally:
+        time.sleep(_LEFT_S)
+        os._exit(code)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -72,7 +72,7 @@ def test_a_signal_at_any_moment_of_the_imports_leaves_the_folder_as_it_was(comma
 def test_a_warning_while_a_run_starts_is_ignored(monkeypatch):
     came, before = list[int](), {number: signal.getsignal(number) for number in HANDLED}
     monkeypatch.setattr(sys, "argv", ["coterie", "train"])
-    monkeypatch.setattr(__main__, "_LEFT_S", 1e6)
+    monkeypatch.setattr(__main__, "_SAY_S", 1e6)
     monkeypatch.setattr("coterie.cli.main.main", lambda: os.kill(os.getpid(), signal.SIGUSR1))
     signal.signal(signal.SIGUSR1, lambda number, frame: came.append(number))
     try:
