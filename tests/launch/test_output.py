@@ -58,7 +58,8 @@ LEFT = """import sys, threading, time; from coterie import __main__
 from coterie.envs.testing import CountingEnv
 class Leaving(CountingEnv):
     def __init__(self): super().__init__(); threading.Thread(target=time.sleep, args=(1000,)).start()
-if __name__ == "__main__": __main__._SAY_S = __main__._LEFT_S = 0.1; sys.argv[1:1] = ["train", "a2c"]; sys.exit(__main__.main())"""
+if __name__ == "__main__":
+    __main__._SAY_S = __main__._LEFT_S = 0.1; sys.argv[1:1] = ["train", "a2c"]; sys.exit(__main__.main())"""
 
 
 def test_a_run_ends_although_its_env_leaves_a_thread_and_the_output_lacks_a_letter(tmp_path: Path) -> None:
