@@ -215,8 +215,8 @@ def completion(options: Namespace) -> int:
 
 def run(args: list[str], begin: float = 0.0) -> int:
     """Run a command line. Raises `CoterieError`, or `ConfigError` for bad usage. `begin`: when it was typed."""
-    if not args or args[0] in ("-h", "--help", "--version"):
-        print(f"{__version__}\n" if args[:1] == ["--version"] else overview(), end="")
+    if not args or args[0] in ("-h", "--help", "help", "--version", "version"):
+        print(f"{__version__}\n" if args and "version" in args[0] else overview(), end="")
         return 0
     name, words = args[0], args[1:]
     if name not in COMMANDS:
