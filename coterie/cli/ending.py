@@ -52,12 +52,11 @@ def carry_out(step: str, options: Namespace, work: Callable[[Starting], dict[str
 def report(summary: dict[str, Any]) -> int:
     """Print how a run has ended, and what to do next. Returns its exit code."""
     folder, mean = quote(str(summary["folder"])), summary["mean_return"]
+    returns = "no episode ended" if mean is None or mean != mean else f"mean return {mean:.1f} over the last episodes"
     interrupted = summary["status"] == "interrupted"
     steps = "" if interrupted else "  # its callback may end it again" * bool(summary["reason"]) or " --steps N"
     lines = [
-        f"{summary['status']}: {summary['env_steps']:,} env steps in {summary['seconds']:.0f} s, no episode ended"
-        if mean is None or mean != mean
-        else f"mean return {mean:.1f} over the last episodes",
+        f"{summary['status']}: {summary['env_steps']:,} env steps in {summary['seconds']:.0f} s, {returns}",
         *[f"{summary['reason']}: checkpoint written"] * interrupted,
         f"evaluate: coterie eval {folder}",
         f"resume:   coterie resume {folder}{steps}",
