@@ -70,7 +70,7 @@ def test_a_run_ends_although_its_env_leaves_a_thread_and_the_output_lacks_a_lett
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr.endswith(b"waiting up to 0.1 s for threads of an env or a callback: Thread-1 (sleep)\n")
-    assert re.search(rb"\nfinished: [\d,]+ env steps in \d+ s, .*\nevaluate: coterie eval '\\\\u65e5'\n", done.stdout)
+    assert re.search(rb"\nfinished: [\d,]+ env steps in \d+ s, .*\nevaluate: coterie eval '\\u65e5'\n", done.stdout)
 
 
 def failing(folder: Path, how: str, output: int) -> str:
