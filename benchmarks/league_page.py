@@ -251,20 +251,15 @@ def page() -> str:
 
 def readme(text: str) -> str:
     """README's text with its table of results between two comments as the records have it."""
-    new, old = [], []
+    rows = table("environment", "command", "seeds", "env steps", "score", "seconds")
     found = {f"{m}/{env}": runs for envs in collect().values() for env, ms in envs.items() for m, runs in ms.items()}
-    for shown in TABLE["readme"]:
-        method, env = shown["name"].split("/", 1)
-        runs = found.get(shown["name"], [])
-        if records := finished(runs):
+    for name in TABLE["readme"]:
+        if records := finished(runs := found.get(name, [])):
             score, between = measured([returns(records)])
             seconds, steps = f"{middle(records, 'seconds'):,.0f}", f"{middle(records, 'steps') / 1e6:.1f}M"
             score += f" ({between})" if between else ""
-            new.append(row(env, command(runs[0][0]), len(records), steps, score, seconds))
-        elif "older" in shown:
-            old.append(row(f"{env.split()[0]} *", f"`coterie train {method} --env {env}`", *shown["older"]))
-    head = table("environment", "command", "seeds", "env steps", "score", "seconds")
-    return replaced(text, "league", "python benchmarks/league.py page", "\n".join([*head, *new, *old]))
+            rows.append(row(name.partition("/")[2], command(runs[0][0]), len(records), steps, score, seconds))
+    return replaced(text, "league", "python benchmarks/league.py page", "\n".join(rows))
 
 
 def write() -> None:

@@ -23,7 +23,7 @@ from coterie.replay.transitions import Transitions
 from coterie.types import map_obs
 
 # In bf16 each thread casts the weights again. A batch of 32, Nature, two threads against one, 2 cores of an AMD EPYC
-# (Zen 5): 1.2 times as fast in fp32, equal in bf16 (docs/benchmarks/speed.md).
+# (Zen 5): 1.2 times as fast in fp32, equal in bf16 (docs/benchmarks/changes.md).
 _SAMPLES_PER_THREAD = {torch.float32: 16, torch.bfloat16: 64}
 
 

@@ -30,7 +30,7 @@ from coterie.types import ConfigError, Spec
 
 # For each core where env.num_envs is auto.
 _IMAGE_ENVS, _VECTOR_ENVS = 16, 32
-_CPU_CHUNK = 320  # samples of images whose activations still fit the cache (docs/benchmarks/speed.md)
+_CPU_CHUNK = 320  # samples of images whose activations still fit the cache (docs/benchmarks/changes.md)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ def _groups(config: Config, threaded: bool, one_core: bool, agents: int) -> int:
     acts for them in turn, which pays while a group's step is short beside a thread's wake-up (LunarLander, acting: 32
     envs 51,200 steps/s with two groups and 38,700 with one; 256 envs 86,700 and 93,700). On one core, as every actor
     has, nothing overlaps (Breakout, nature, acting: an actor 2,100 steps/s with one group and 1,800 with two;
-    training of two learners: docs/benchmarks/speed.md).
+    training of two learners: docs/benchmarks/changes.md).
     """
     n = config.env.num_envs
     workers = config.env.backend == "workers" or not has_env(config.env.id)

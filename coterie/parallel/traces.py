@@ -1,7 +1,7 @@
 """Functions of tensors as TorchScript, for a CPU: their operators run in its interpreter, without Python between them.
 
 A learner step of a small network is about 130 operators. Eager torch takes 7 us for each of them, what it keeps for the
-backward pass included, and the interpreter 2 (docs/benchmarks/speed.md). The operators and their order stay the same,
+backward pass included, and the interpreter 2 (docs/benchmarks/changes.md). The operators and their order stay the same,
 and so do the results. What is recorded runs below autograd: a backward pass is just more operators.
 """
 
