@@ -19,8 +19,6 @@ from coterie.tools.reproduce.figure import FIGURES
 
 DOCS = Path(__file__).parents[1] / "docs"
 WORDS = ("differs", "undecided", "agrees")  # the failures first
-OLDER = "made before verdicts"
-EARLIER = f"undecided ({OLDER})"
 HEAD = """# The papers' figures
 
 Every figure and table of the five papers, and two of our own about stale data, as
@@ -34,9 +32,7 @@ run of the other, which happens by chance once in 20 with three runs a side; it 
 other way round. A figure agrees if all its checks hold, and differs if any is reversed.
 [The guide](../guides/reproduce.md#verdicts) has the details.
 
-A figure "made before verdicts" is of 23 November 2026. Since then the defaults of a2c, IMPALA's replay and the measure
-of gradient saturation have changed (changelog). Of all runs the repository has the numbers in the tables, not the
-curves.
+Of all runs the repository has the numbers in the tables, not the curves.
 
 *Written by `python benchmarks/figures.py`.*
 """
@@ -70,20 +66,20 @@ def section(name: str, budget: Path) -> str:
 
 
 def verdict(text: str) -> str:
-    """The line below a section's title: one of `WORDS`, and for old records why."""
-    found = re.search(r"\n\nVerdict: (.*)\.\n", text)
-    return found[1] if found else ""
+    """The line below a section's title: one of `WORDS`."""
+    found = re.search(r"\n\nVerdict: (\w+)\.\n", text)
+    return found[1] if found else "undecided"
 
 
 def headed(name: str, text: str) -> str:
-    """A section below the figure's title, a verdict, the claim and the differences, also if it is older than these."""
-    found, figure = verdict(text) or EARLIER, FIGURES[name]
+    """A section below the figure's title, the verdict, and the claim and the differences as they are worded now."""
+    figure = FIGURES[name]
     body = re.sub(r"\A.*\n+(Verdict: .*\n+)?(Claim: (.+\n)+\n)?", "", text)
     claim = " ".join(figure.claim.split())
     if size := re.search(r"^`.* --budget (smoke|small|full)\b", body, re.M):
         notes = f"Differences from the paper: {figure.notes(figure.sizes[size[1]])}"
         body = re.sub(r"^Differences from the paper: .*$", lambda _: notes, body, flags=re.M)
-    return f"## {name}: {figure.title}\n\nVerdict: {found}.\n\nClaim: {claim}\n\n{body}"
+    return f"## {name}: {figure.title}\n\nVerdict: {verdict(text)}.\n\nClaim: {claim}\n\n{body}"
 
 
 def anchor(title: str) -> str:
@@ -96,8 +92,7 @@ def summary(sections: dict[str, str]) -> str:
     verdicts = {name: verdict(sections[name]) if name in sections else "undecided (not made)" for name in FIGURES}
     counts = Counter(text.split()[0] for text in verdicts.values())
     said = ", ".join(f"{word} {counts[word]}" for word in WORDS)
-    older, open_ = sum(OLDER in text for text in verdicts.values()), sum(not f.checks for f in FIGURES.values())
-    said += f". {older} {'was' if older == 1 else 'were'} {OLDER}, {open_} have no check, and their claims say why"
+    said += f". {sum(not f.checks for f in FIGURES.values())} have no check, and their claims say why"
     rows = ["| figure | verdict | shows | envs | budget, size of each run | seeds | training |", "|---" * 7 + "|"]
     for name in sorted(FIGURES, key=lambda name: WORDS.index(verdicts[name].split()[0])):
         if name not in sections:

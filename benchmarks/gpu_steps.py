@@ -19,7 +19,7 @@ from torch import Tensor
 from coterie import presets
 from coterie.acting.recorder import as_rollout, local_fields
 from coterie.algorithms.base import Compute
-from coterie.build.factory import make_algorithm, make_model, policy_of
+from coterie.build.factory import acting_policy, make_algorithm, make_model
 from coterie.build.resources import resolve_config
 from coterie.learner import Gradients
 from coterie.models.mlp import compute_dtype
@@ -78,7 +78,7 @@ def measure(name: str, torso: str, unroll: int, envs: int, samples: int, recorde
     gradients = Gradients(model, FlatParams(model), compute)
     batch = next(iter(algorithm.batches(model, rollout)))
     step = microseconds(lambda: gradients.compute(algorithm, batch))
-    policy, rng, ids = policy_of(algorithm, taken), torch.Generator(GPU), torch.arange(envs, device=GPU)
+    policy, rng, ids = acting_policy(algorithm, taken), torch.Generator(GPU), torch.arange(envs, device=GPU)
     inputs = Inputs(rollout.obs, rollout.is_first, rollout.prev_action, rollout.prev_reward).map(lambda x: x[0])
     with torch.inference_mode():
         return step, microseconds(lambda: policy(model, inputs, None, ids, rng))

@@ -25,7 +25,7 @@ import numpy as np
 from league_entries import ROOT, Entry, Record, entries
 
 from coterie.cli.options import config_of
-from coterie.parallel.affinity import available_cores
+from coterie.parallel.hardware import available_cores
 from coterie.tools.report.runs import RecordedRun, read_run
 
 POINTS = 80  # of a recorded curve

@@ -28,7 +28,7 @@ from coterie import presets
 from coterie.build.resources import resolve_config
 from coterie.config import Config
 from coterie.envs.make import make_spec
-from coterie.parallel.affinity import available_cores
+from coterie.parallel.hardware import available_cores
 from coterie.runs.metrics import read_metrics
 from coterie.tools.plan.layout import Hardware, layout
 from coterie.tools.plan.measure import measure

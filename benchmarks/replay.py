@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from coterie.parallel.affinity import keep_freed_memory
+from coterie.parallel.hardware import keep_freed_memory
 from coterie.replay.storage import Capacity
 from coterie.replay.transitions import TransitionReplay
 from coterie.types import ActionSpec, ObsSpec, Rollout, Spec

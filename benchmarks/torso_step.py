@@ -27,8 +27,8 @@ from coterie.algorithms.base import Compute
 from coterie.config import Model
 from coterie.models.mlp import compute_dtype
 from coterie.models.torsos import Frames, build_torso
-from coterie.parallel import affinity
-from coterie.parallel.affinity import available_cores, keep_freed_memory
+from coterie.parallel import hardware
+from coterie.parallel.hardware import available_cores, keep_freed_memory
 from coterie.runs import machine
 from coterie.types import ObsSpec
 
@@ -47,7 +47,7 @@ def plain(self: Frames, x: Tensor) -> Tensor:
 def passes(torso: str, samples: int, precision: str, before: bool) -> tuple[float, float]:
     """Milliseconds of a sample: forward and backward, and forward alone without a graph."""
     if before:
-        affinity._KEPT_BYTES = affinity._KEPT_BYTES[-1:]  # type: ignore[assignment]
+        hardware._KEPT_BYTES = hardware._KEPT_BYTES[-1:]  # type: ignore[assignment]
         Frames.forward = plain  # type: ignore[method-assign]
     torch.set_num_threads(1)
     keep_freed_memory()

@@ -173,7 +173,7 @@ def substitute(config: Config, part: str, default: Callable[P, T]) -> Callable[P
     base = next((c for c in mro if c.__module__.startswith("coterie.")), default)
     if base is not default:
         raise ConfigError(f"plugins.{part}: {label(path)} is a subclass of {base.__name__}, but this run uses {place}")
-    return partial(call, f"plugins.{part}", path)
+    return in_one_line(f"plugins.{part}: {label(path)} cannot be made")(partial(call, f"plugins.{part}", path))
 
 
 def raised(error: BaseException) -> str:
@@ -183,3 +183,14 @@ def raised(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     last = [*frames, *(frame for frame in frames if not frame.filename.startswith(_OTHERS))][-1]
     return f"{one_line(error)} ({last.filename}, line {last.lineno}, in {last.name})"
+
+
+@contextmanager
+def in_one_line(what: str) -> Iterator[None]:
+    """Turn what the user's code raises into one line, with its traceback."""
+    try:
+        yield
+    except CoterieError:
+        raise
+    except Exception as error:
+        raise CoterieError(f"{what}: {raised(error)}", traceback.format_exc()) from error

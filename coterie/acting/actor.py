@@ -18,8 +18,8 @@ from coterie.acting.recorder import Recorder, rollout_layout
 from coterie.config import ResolvedConfig
 from coterie.envs.tasks import envs_per_child
 from coterie.models.build import Network, acting_copy
-from coterie.parallel.affinity import keep_freed_memory
 from coterie.parallel.clock import awake
+from coterie.parallel.hardware import keep_freed_memory
 from coterie.parallel.slots import Slots
 from coterie.parallel.stages import Stages
 from coterie.parallel.threads import Team

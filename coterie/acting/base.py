@@ -23,7 +23,7 @@ from coterie.plugins import named
 from coterie.types import AgentOutput, ConfigError, CoterieError, Inputs, Needs, Post, Rollout, Spec
 
 # (network, inputs, core state, global ids of the envs, random numbers) -> output and the next core state
-Policy = Callable[[Model, Inputs, Tensor | None, Tensor, torch.Generator], tuple[AgentOutput, Tensor | None]]
+ActingPolicy = Callable[[Model, Inputs, Tensor | None, Tensor, torch.Generator], tuple[AgentOutput, Tensor | None]]
 
 
 class Stopped(Exception):
@@ -91,9 +91,9 @@ class Agent:
     model: Model
     params: FlatParams
     moments: Moments  # the network's running normalizers
-    policy: Policy
+    policy: ActingPolicy
     acts_at: Callable[[int], None]  # to be called with the learner step of new weights
-    apart: Policy  # for another thread than the learner's: explores as of the last `look`
+    apart: ActingPolicy  # for another thread than the learner's: explores as of the last `look`
     look: Callable[[int | None], int]  # explore as of these env steps, or those of the learner now; returns them
 
 

@@ -29,7 +29,7 @@ from coterie.acting.window import going, least_lag, worst_lag
 from coterie.config import Refusal, ResolvedConfig
 from coterie.models.build import Network, acting_copy
 from coterie.parallel.clock import awake
-from coterie.parallel.upload import Pinned, finish_kernels, urgent_stream
+from coterie.parallel.gpu import Pinned, finish_kernels, urgent_stream
 from coterie.plugins import substitute
 from coterie.types import AgentOutput, CoterieError, Inputs, Rollout, counted
 from coterie.wire.auth import offset

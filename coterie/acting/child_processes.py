@@ -13,7 +13,7 @@ from coterie.acting.base import Section
 from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.envs.news import EnvNews
 from coterie.envs.tasks import tasks
-from coterie.parallel.affinity import rss_mb
+from coterie.parallel.hardware import rss_mb
 from coterie.parallel.stages import Stages
 
 _REPORT_S = 0.5  # between two reports

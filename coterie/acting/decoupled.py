@@ -22,7 +22,7 @@ from coterie.acting.recorder import as_rollout, valid_rows
 from coterie.config import Refusal, ResolvedConfig
 from coterie.envs.tasks import envs_per_child
 from coterie.parallel.clock import awake
-from coterie.parallel.upload import Uploads
+from coterie.parallel.gpu import Uploads
 from coterie.plugins import substitute
 from coterie.remote.rollout_service import RolloutService
 from coterie.types import ConfigError, CoterieError, Rollout, counted

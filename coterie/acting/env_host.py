@@ -18,7 +18,7 @@ from coterie.acting.base import EnvShare, Memory, MemorySetup, Stopped, WorkerSe
 from coterie.acting.child_processes import Reporter, WorkerReport, reported
 from coterie.acting.recorder import Envs, env_loop
 from coterie.envs.tasks import envs_per_child
-from coterie.parallel.affinity import available_cores, keep_freed_memory
+from coterie.parallel.hardware import available_cores, keep_freed_memory
 from coterie.parallel.processes import scratch_folder
 from coterie.parallel.shm import InSharedMemory, Layout
 from coterie.parallel.stages import Stages

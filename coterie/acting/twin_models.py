@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from coterie.models.base import Model
-from coterie.parallel.upload import finish_kernels
+from coterie.parallel.gpu import finish_kernels
 
 Twin = tuple[Model, Callable[[], None]]  # a copy of the network for acting, and a call that updates it
 

@@ -77,17 +77,22 @@ class Scores:
         }
 
 
+def _never(done: int, steps: int) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class Trial:
     """How a policy is scored: whole episodes of each task, until `max_steps` env steps in all (default:
-    `eval.max_steps`), or until `stop` says so. All agents of an env play as many.
+    `eval.max_steps`), or until `stop`, called with a task's finished episodes and env steps, returns True. All agents
+    of an env play as many.
     """
 
     episodes: int
     sampled: bool = False
     seed: int = 1
     max_steps: int | None = None
-    stop: Callable[[], bool] = lambda: False
+    stop: Callable[[int, int], bool] = _never
 
 
 def evaluate(algorithm: AnyAlgorithm, model: Network, config: Config, trial: Trial, union: bool = False) -> Scores:
@@ -117,7 +122,7 @@ def evaluate(algorithm: AnyAlgorithm, model: Network, config: Config, trial: Tri
         player = Player(algorithm, model, envs.spec, n, trial.seed)
         ts, steps = envs.recv(0), 0
         while quota.any():
-            if steps >= budget or trial.stop():
+            if steps >= budget or trial.stop(len(scores.returns), steps):
                 scores.unfinished = int(quota.sum())
                 break
             envs.send(0, player.act(ts.obs, ts.is_first, ts.reward, trial.sampled))
@@ -278,15 +283,15 @@ def weights_of(tensors: checkpoint.Tensors, learner: str) -> dict[str, Tensor]:
 
 def evaluate_run(
     folder: str | Path, *, episodes: int = 100, sampled: bool = False, seed: int = 1, learner: str | int = "0",
-    trust: bool = False, **new: Any,
+    stop: Callable[[int, int], bool] = _never, trust: bool = False, **new: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Score a run's policy: mean over whole episodes +- standard error, human-normalized where a reference exists.
-    `trust` and `new`: as for `load`.
+    `stop`: called again and again with the finished episodes and env steps; True ends it. `trust`, `new`: see `load`.
     """
     for name, value, least in (("episodes", episodes, 1), ("seed", seed, 0)):
         if not isinstance(value, Integral) or value < least:
             raise ConfigError(f"{name}: {value!r} must be a whole number, at least {least}")
     policy = load(folder, learner, trust=trust, **new)
-    trial = Trial(episodes, sampled, seed, max_steps=episodes * _LONGEST_EPISODE)
+    trial = Trial(episodes, sampled, seed, episodes * _LONGEST_EPISODE, stop)
     scores = evaluate(policy.algorithm, policy.model, policy.config, trial)
     return {"run": str(folder), "checkpoint_env_steps": policy.step, "sampled": sampled, **scores.to_json()}

@@ -6,9 +6,7 @@ import copy
 import hashlib
 import json
 import math
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.acting.base import Agent, EnvShare, Memory, MemorySetup, Policy, WorkerSetup, core_shape
+from coterie.acting.base import ActingPolicy, Agent, EnvShare, Memory, MemorySetup, WorkerSetup, core_shape
 from coterie.acting.table import acting_kind
 from coterie.algorithms.base import ON_CPU, AnyAlgorithm, Clock, Compute
 from coterie.algorithms.table import algorithm_class
@@ -42,8 +40,8 @@ from coterie.parallel.params import FlatParams
 from coterie.parallel.shm import SharedArrays
 from coterie.parallel.threads import ALONE, Team, making
 from coterie.parallel.weights import Weights
-from coterie.plugins import label, raised
-from coterie.types import AgentOutput, ConfigError, CoterieError, Inputs, Spec, counted
+from coterie.plugins import in_one_line, label
+from coterie.types import AgentOutput, ConfigError, Inputs, Spec, counted
 
 
 def seed_for(seed: int, *key: int) -> int:
@@ -52,17 +50,6 @@ def seed_for(seed: int, *key: int) -> int:
 
 
 ENV_SEED, POLICY_SEED, BATCH_SEED, EVAL_SEED = range(4)
-
-
-@contextmanager
-def in_one_line(what: str) -> Iterator[None]:
-    """Turn what the user's code raises into one line, with its traceback."""
-    try:
-        yield
-    except CoterieError:
-        raise
-    except Exception as error:
-        raise CoterieError(f"{what}: {raised(error)}", traceback.format_exc()) from error
 
 
 def make_algorithm(config: ResolvedConfig, spec: Spec, compute: Compute = ON_CPU, rank: int = 0) -> AnyAlgorithm:
@@ -102,14 +89,17 @@ def env_share(
     return EnvShare(mine, spec, first_env, own.groups, own.device, own.dtype, make, make_rng)
 
 
-def policy_of(algorithm: AnyAlgorithm, record: Record | None = None, most: int = MOST_RECORDINGS) -> Policy:
+def acting_policy(algorithm: AnyAlgorithm, record: Record | None = None, most: int = MOST_RECORDINGS) -> ActingPolicy:
     """How actions are chosen: each env explores by its id. `record`: of graphs, `most` of them."""
     act = Graphed(algorithm.act, record, most=most)
 
     def policy(
         model: Model, inputs: Inputs, core_state: Tensor | None, env_id: Tensor, rng: torch.Generator
     ) -> tuple[AgentOutput, Tensor | None]:
-        out, core_state = act(model, inputs, core_state, algorithm.explore(env_id), rng)
+        found = act(model, inputs, core_state, algorithm.explore(env_id), rng)
+        if not isinstance(found, tuple) or not isinstance(found[0], AgentOutput):
+            raise ConfigError(f"algorithm: act must return an AgentOutput and the next core state, not {found!r:.40}")
+        out, core_state = found
         if out.action.shape != (shape := inputs.prev_action.shape):
             raise ConfigError(f"algorithm: act chose actions of shape {tuple(out.action.shape)}, not {tuple(shape)}")
         return out, core_state
@@ -127,7 +117,10 @@ def agent_of(
         twin.clock.env_steps = algorithm.clock.env_steps if env_steps is None else env_steps
         return twin.clock.env_steps
 
-    own, apart = policy_of(algorithm, record), policy_of(twin, record, 2 * MOST_RECORDINGS)  # the latter of two copies
+    own, apart = (
+        acting_policy(algorithm, record),
+        acting_policy(twin, record, 2 * MOST_RECORDINGS),
+    )  # the latter of two copies
     return Agent(model, params, moments, own, algorithm.acts_at, apart, look)
 
 

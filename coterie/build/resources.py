@@ -22,8 +22,8 @@ from coterie.envs.tasks import tasks
 from coterie.envs.vector import APART
 from coterie.exchange.table import exchange_kind
 from coterie.models.cores import is_recurrent
-from coterie.parallel.affinity import available_cores
 from coterie.parallel.graphs import Record, record
+from coterie.parallel.hardware import available_cores
 from coterie.parallel.traces import trace
 from coterie.runs.config_io import typed_settings
 from coterie.types import ConfigError, Spec

@@ -11,7 +11,7 @@ from typing import get_args
 from coterie.acting.table import ACTING, acting_kind
 from coterie.algorithms.replay_size import replay_size
 from coterie.algorithms.table import ALGORITHMS, algorithm_class
-from coterie.build.factory import in_one_line, make_model, updates_of
+from coterie.build.factory import make_model, updates_of
 from coterie.config import PPO, Config, Refusal, ResolvedConfig
 from coterie.envs.make import make_spec
 from coterie.envs.tasks import envs_per_child, tasks
@@ -19,7 +19,7 @@ from coterie.exchange.table import EXCHANGES, exchange_kind
 from coterie.models.heads import NoisyLinear
 from coterie.models.torsos import FOR_IMAGES
 from coterie.models.tryout import try_out
-from coterie.plugins import FIELDS, check_own, label
+from coterie.plugins import FIELDS, check_own, in_one_line, label
 from coterie.runs.config_io import TYPES, get, shown
 from coterie.types import ActionSpec, ConfigError, CoterieError, ObsSpec, Spec, counted, reason_of
 from coterie.wire.auth import without_keys

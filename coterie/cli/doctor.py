@@ -16,7 +16,7 @@ from coterie.config import Atari, Env
 from coterie.envs.make import make_envs
 from coterie.envs.pool import modules
 from coterie.extras import EXTRAS, install
-from coterie.parallel.affinity import available_cores, machine_memory
+from coterie.parallel.hardware import available_cores, machine_memory
 from coterie.runs.machine import required, version
 from coterie.types import CoterieError
 

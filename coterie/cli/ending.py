@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import sys
+import time
 import traceback
 from argparse import Namespace
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from typing import Any, TextIO
 from coterie.parallel.signals import on_signals
 from coterie.runs.starting import Starting, silence
 from coterie.types import EXIT_INTERRUPTED, CoterieError, counted, one_line
+
+PROGRESS_S = 10.0  # between two lines of progress of an evaluation
 
 
 def carry_out(step: str, options: Namespace, work: Callable[[Starting], dict[str, Any]]) -> int:
@@ -92,6 +95,20 @@ def scores(result: dict[str, Any]) -> str:
         line += f", human-normalized {100 * result['human_normalized']:.0f}%"
     line += "".join(f", {name} {mean:.4g}" for name, mean in result["info"].items())
     return "\n".join([*lines, f"{line}, checkpoint at {result['checkpoint_env_steps']:,} env steps)"])
+
+
+def progress(episodes: int) -> Callable[[int, int], bool]:
+    """Prints how far an evaluation is, every ten seconds."""
+    printed = time.monotonic()
+
+    def tell(done: int, steps: int) -> bool:
+        nonlocal printed
+        if (now := time.monotonic()) - printed >= PROGRESS_S:
+            printed = now
+            complain(f"{done} of {counted(episodes, 'episode')}, {steps:,} env steps so far")
+        return False
+
+    return tell
 
 
 def complain(text: str) -> None:

@@ -93,10 +93,11 @@ def resume(options: Namespace) -> int:
 
 def evaluate(options: Namespace) -> int:
     from coterie.build.evaluate import evaluate_run
-    from coterie.cli.ending import scores
+    from coterie.cli.ending import progress, scores
     from coterie.runs.metrics import clean
 
-    result = evaluate_run(options.run, episodes=options.episodes, **_policy(options))
+    n = options.episodes
+    result = evaluate_run(options.run, episodes=n, stop=progress(n), **_policy(options))
     print(json.dumps(clean(result)) if options.json else scores(result))
     return 0
 

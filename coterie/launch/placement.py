@@ -16,8 +16,8 @@ from coterie.build.warm_start import first_model
 from coterie.config import ResolvedConfig
 from coterie.exchange.table import exchange_kind
 from coterie.instruments.consensus import Consensus, Cosines, change_memory, cosine_memory
-from coterie.parallel.affinity import available_cores, place
 from coterie.parallel.board import Board
+from coterie.parallel.hardware import available_cores, place
 from coterie.parallel.params import FlatParams
 from coterie.parallel.processes import scratch_folder
 from coterie.parallel.weights import Weights

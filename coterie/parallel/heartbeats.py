@@ -10,9 +10,9 @@ from typing import Any
 
 import psutil
 
-from coterie.parallel.affinity import rss_mb
 from coterie.parallel.board import Board
 from coterie.parallel.clock import awake
+from coterie.parallel.hardware import rss_mb
 from coterie.types import Array
 
 _STOPPED = {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_DISK_SLEEP}

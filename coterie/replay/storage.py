@@ -17,7 +17,7 @@ from torch import Tensor
 
 from coterie.envs.spaces import on_host
 from coterie.ops.returns import turns
-from coterie.parallel.affinity import machine_memory
+from coterie.parallel.hardware import machine_memory
 from coterie.replay.priority import Picks, Priorities
 from coterie.types import Array, ConfigError, ObsSpec, Rollout, Spec, entries, reason_of
 

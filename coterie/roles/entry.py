@@ -24,9 +24,9 @@ from coterie.config import ResolvedConfig
 from coterie.envs.news import EnvNews
 from coterie.exchange.table import exchange_kind
 from coterie.models.build import Network
-from coterie.parallel.affinity import rss_mb
 from coterie.parallel.board import EVALUATE, HOLD, LAST
 from coterie.parallel.clock import awake
+from coterie.parallel.hardware import rss_mb
 from coterie.parallel.heartbeats import shown_alive
 from coterie.parallel.processes import PeerLost, descriptors
 from coterie.roles.callbacks import Callbacks, Given, Run
@@ -261,7 +261,7 @@ class Service:
     def _scores(self, algorithm: AnyAlgorithm, model: Network) -> Scores:
         config = self.learner.config
 
-        def stop() -> bool:
+        def stop(*_: int) -> bool:
             self.board.heartbeat(self.rank)
             return self.board.stopping
 

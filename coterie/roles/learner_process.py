@@ -44,7 +44,7 @@ from coterie.learner import Gradients, Observer, Parts, Progress, learn
 from coterie.models.build import Network, acting_copy
 from coterie.models.heads import Normalizer
 from coterie.ops.optim import scaled_lr, schedule_value
-from coterie.parallel.affinity import keep_freed_memory
+from coterie.parallel.hardware import keep_freed_memory
 from coterie.parallel.params import FlatParams
 from coterie.parallel.stages import Stages
 from coterie.parallel.threads import Team, set_torch

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from packaging.requirements import Requirement
 
-from coterie.parallel.affinity import available_cores
+from coterie.parallel.hardware import available_cores
 
 _CORE = ["torch", "numpy", "envpool", "gymnasium"]  # reported even if coterie itself is not installed
 

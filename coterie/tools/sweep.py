@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.config import Config
-from coterie.parallel.affinity import available_cores
+from coterie.parallel.hardware import available_cores
 from coterie.parallel.signals import HANDLED, WARNING, on_signals, stop_with_parent
 from coterie.runs import checkpoint
 from coterie.runs.files import read_json

@@ -178,9 +178,15 @@ class First(PPO):
         return out._replace(action=out.action[:1]), core_state
 
 
+class Silent(PPO):
+    def act(self, *args: Any) -> Any:
+        super().act(*args)
+
+
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
+        (Silent, "algorithm: act must return an AgentOutput and the next core state, not None"),
         (Bare, "algorithm: .*:Bare: its __init__ must call super"),
         (Fails, "algorithm: .*:Fails cannot be made: TypeError: .*takes 2 positional arguments"),
         (Layer, "algorithm: make_model of .*:Layer must return a .*Network or None, not Linear"),

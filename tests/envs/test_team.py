@@ -60,7 +60,7 @@ def test_an_evaluation_ends_though_an_agent_never_appears() -> None:
     lives = json.dumps({"lives": [[0, 5], [9, 12]]})
     config = resolve_config(make_config(**{"env.id": CROWD, "env.kwargs": lives, "env.num_envs": 2}))
     spec, stops = make_spec(config.env, config.atari), iter([False] * 200 + [True])
-    trial = Trial(4, max_steps=100, stop=lambda: next(stops))
+    trial = Trial(4, max_steps=100, stop=lambda *_: next(stops))
     scores = evaluate(make_algorithm(config, spec), make_model(config, spec), config, trial)
     assert (len(scores.returns), scores.unfinished) == (2, 2)
     assert not next(stops)  # its budget ended it

@@ -48,9 +48,17 @@ class Several(A2C):
         return loss
 
 
+class Named(A2C):
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        loss.metrics["kind"] = "policy"
+        return loss
+
+
 @pytest.mark.parametrize(
     ("algorithm", "says"),
     [
+        (Named, "the metric kind of a Loss must be one number"),
         (Bare, "loss must return a Loss, as combine does, not Tensor"),
         (Detached, r"the total of a Loss has no gradient; was it detached\?"),
         (Several, r"the total of a Loss must be a tensor of one number, not a tensor \[2\]"),
@@ -59,4 +67,15 @@ class Several(A2C):
 def test_a_loss_of_the_users_that_is_none_is_one_line(tmp_path, algorithm, says):
     config = presets.a2c("CartPole-v1", steps=500, out=str(tmp_path / "run"), algorithm=algorithm, **SMALL)
     with pytest.raises(CoterieError, match=says):
+        coterie.train(config, quiet=True)
+
+
+def broken(*args):
+    raise KeyError("key")
+
+
+@pytest.mark.parametrize("part", ["acting", "exchange"])
+def test_a_part_of_the_users_that_cannot_be_made_is_one_line(tmp_path, part):
+    config = presets.a2c("CartPole-v1", out=str(tmp_path / "run"), **SMALL, **{f"plugins.{part}": f"{__name__}:broken"})
+    with pytest.raises(CoterieError, match=rf"plugins.{part}: .*:broken cannot be made: KeyError: .* in broken"):
         coterie.train(config, quiet=True)

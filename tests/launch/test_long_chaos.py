@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from coterie.parallel.affinity import rss_mb
+from coterie.parallel.hardware import rss_mb
 from coterie.runs.metrics import read_metrics
 from tests.launch.test_linked_runs import Linked
 from tests.support.net import free_port

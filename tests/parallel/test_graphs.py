@@ -14,7 +14,7 @@ from coterie.algorithms.base import Compute
 from coterie.algorithms.ppo import PPO
 from coterie.algorithms.table import algorithm_class
 from coterie.build import resources
-from coterie.build.factory import make_algorithm, make_model, policy_of
+from coterie.build.factory import acting_policy, make_algorithm, make_model
 from coterie.learner import Gradients
 from coterie.parallel.graphs import Graphed, _uncollected, record, recordable
 from coterie.parallel.params import FlatParams
@@ -235,7 +235,7 @@ def test_recorded_acting_is_the_plain_one(case, device):
     rollout: Rollout = map_tensors(lambda x: x.to(device), make_rollout(VECTOR, 6, 8))
     inputs, outputs = Inputs(rollout.obs, rollout.is_first, rollout.prev_action, rollout.prev_reward), []
     for taken in (None, counted.record):
-        policy, rng = policy_of(make_algorithm(config, VECTOR), taken), torch.Generator(device).manual_seed(5)
+        policy, rng = acting_policy(make_algorithm(config, VECTOR), taken), torch.Generator(device).manual_seed(5)
         copies, ids, outs = (
             [make_model(config, VECTOR).to(device) for _ in range(2)],
             torch.arange(8, device=device),

@@ -18,7 +18,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from coterie.parallel.affinity import available_cores
+from coterie.parallel.hardware import available_cores
 from coterie.parallel.processes import Child, gather, listen, scratch_folder
 from coterie.parallel.signals import STOP, blocked_signals, on_signals
 from coterie.types import ConfigError, CoterieError

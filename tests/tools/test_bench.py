@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import gymnasium
@@ -17,6 +16,7 @@ from coterie.roles.learner_process import LearnerProcess
 from coterie.tools.bench import command
 from coterie.tools.bench.command import bench, show, spread
 from coterie.tools.bench.turns import EnvOnly, Parts, Training, Turn
+from coterie.types import AgentOutput
 
 
 class Slow(gymnasium.Env[Any, Any]):
@@ -124,7 +124,7 @@ def test_what_a_call_costs_is_told_from_what_its_rows_cost(monkeypatch):
         end = time.process_time() + 2e-3 + 1e-4 * len(inputs.is_first)
         while time.process_time() < end:
             pass
-        return SimpleNamespace(action=inputs.prev_action), None
+        return AgentOutput(inputs.prev_action, inputs.prev_reward, inputs.prev_reward), None
 
     try:
         with learner.exchange:

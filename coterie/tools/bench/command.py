@@ -22,7 +22,7 @@ from coterie.config import Config, ResolvedConfig
 from coterie.envs.make import make_spec
 from coterie.envs.tasks import tasks
 from coterie.launch.placement import Placement
-from coterie.parallel.affinity import available_cores
+from coterie.parallel.hardware import available_cores
 from coterie.parallel.processes import Child, gather
 from coterie.roles.entry import worker_process
 from coterie.roles.learner_process import LearnerProcess

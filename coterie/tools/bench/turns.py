@@ -17,7 +17,7 @@ from numpy.random import default_rng
 from coterie.acting.base import Acting
 from coterie.acting.table import acting_kind
 from coterie.algorithms.base import AnyBatch
-from coterie.build.factory import policy_of
+from coterie.build.factory import acting_policy
 from coterie.envs.make import make_envs
 from coterie.envs.spaces import random_actions
 from coterie.envs.tasks import envs_per_child
@@ -164,7 +164,7 @@ class Parts:
         self.ids, self.rng = torch.arange(self.width, device=self.device), torch.Generator(self.device)
         self.state = learner.model.initial_state(self.width)
         self.alone = Gradients(learner.model, learner.params, replace(learner.resources, team=ALONE))
-        self.policy = policy_of(learner.algorithm, learner.resources.record_acting)
+        self.policy = acting_policy(learner.algorithm, learner.resources.record_acting)
         self.batch: AnyBatch | None = None  # the last
         self.warmed = set[str]()  # what has been recorded, where it is, and has run some times
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import sys
+import time
 from dataclasses import asdict
 from itertools import product
 from tempfile import TemporaryFile
@@ -15,7 +16,7 @@ from coterie.acting.table import ACTING
 from coterie.config import Config
 from coterie.envs.make import make_spec
 from coterie.exchange.table import EXCHANGES
-from coterie.parallel.affinity import available_cores
+from coterie.parallel.hardware import available_cores
 from coterie.runs.files import writing
 from coterie.tools.plan.layout import Hardware, layout
 from coterie.tools.plan.measure import measure, provenance
@@ -24,6 +25,7 @@ from coterie.tools.plan.services import Services, load, save
 from coterie.tools.plan.simulate import Result, is_simulated, simulate
 from coterie.types import ConfigError, CoterieError, Spec, counted
 
+_SILENCE_S = 5.0
 _LEAST = {"cores": 1, "gpus": 0, "machines": 1, "hosts": 0, "host_cores": 1, "latency": 0, "core_hour": 0}
 _LEAST |= {"gpu_hour": 0, "bandwidth": 0}
 _TABLE = "{:10} {:9} {:>8} {:>6} {:>6} {:>11} {:>11} {:>5} {:>5} {:>5} {:>5} {:>9}  {}"
@@ -82,7 +84,10 @@ def _predict(config: Config, spec: Spec, services: Services, hardware: Hardware,
     learners = several or max(2, hardware.machines * (hardware.gpus or hardware.cores))
     found: list[Result] = []
     refused: dict[str, str] = {}
+    began = time.monotonic()
     for acting, exchange in product(ACTING, EXCHANGES):
+        if time.monotonic() - began > _SILENCE_S:  # many cores are many processes to simulate
+            print(f"coterie: simulating {acting}, {exchange}", file=sys.stderr, flush=True)
         try:
             if not is_simulated(acting, exchange):
                 raise ConfigError("this acting or exchange was registered without a simulation")

@@ -15,7 +15,7 @@ from coterie.build.resources import resolve_config, resolve_resources
 from coterie.config import Config, ResolvedConfig
 from coterie.envs.tasks import envs_per_child, tasks
 from coterie.exchange.table import EXCHANGES
-from coterie.parallel.affinity import place
+from coterie.parallel.hardware import place
 from coterie.runs.config_io import replace as changed
 from coterie.types import ConfigError, Spec
 

@@ -22,7 +22,7 @@ from coterie.envs.make import make_spec
 from coterie.envs.tasks import tasks
 from coterie.exchange.table import EXCHANGES
 from coterie.launch.placement import Placement
-from coterie.parallel.affinity import available_cores
+from coterie.parallel.hardware import available_cores
 from coterie.parallel.processes import Child, gather
 from coterie.plugins import named
 from coterie.runs.config_io import replace as changed

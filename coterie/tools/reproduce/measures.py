@@ -112,7 +112,7 @@ MEASURES: dict[str, Measure] = {
     "return": Measure(final_return, "final return", "final return"),
     "rate": Measure(rate, "rate", "env steps/s"),
     "frames": Measure(_frame_rate, "frames per second", "frames/s"),
-    "hours": Measure(_hours, "hours for 50M env steps", "hours"),
+    "hours": Measure(_hours, "hours for 50 million env steps", "hours"),
     "cpu": Measure(_busy("cpu"), "use of the cores", "cores in use, %"),
     "gpu": Measure(_busy("gpu"), "use of the GPUs", "GPUs in use, %"),
     "watts": Measure(_watts, "power", "watts"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from coterie.parallel.upload import Uploads
+from coterie.parallel.gpu import Uploads
 from tests.conftest import needs_gpu
 
 BATCHES = 3
@@ -49,7 +49,7 @@ class Machine:
 def gpu(monkeypatch):
     def make(pins: bool = True) -> tuple[Machine, Uploads, np.ndarray]:
         machine, memory = Machine(pins), np.zeros((BATCHES, 4))
-        monkeypatch.setattr("coterie.parallel.upload.torch", SimpleNamespace(cuda=machine.cuda))
+        monkeypatch.setattr("coterie.parallel.gpu.torch", SimpleNamespace(cuda=machine.cuda))
         batches = [{"x": machine.tensor(torch.from_numpy(row))} for row in memory]
         return machine, Uploads(batches, memory, torch.device("cuda")), memory
 

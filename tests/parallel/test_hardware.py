@@ -12,7 +12,7 @@ import sys
 import psutil
 import pytest
 
-from coterie.parallel.affinity import Place, available_cores, machine_memory, place
+from coterie.parallel.hardware import Place, available_cores, machine_memory, place
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ STEPS = """
 import resource
 import sys
 import numpy as np
-from coterie.parallel.affinity import keep_freed_memory
+from coterie.parallel.hardware import keep_freed_memory
 
 def faults():
     before = 0
