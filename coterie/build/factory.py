@@ -117,10 +117,8 @@ def agent_of(
         twin.clock.env_steps = algorithm.clock.env_steps if env_steps is None else env_steps
         return twin.clock.env_steps
 
-    own, apart = (
-        acting_policy(algorithm, record),
-        acting_policy(twin, record, 2 * MOST_RECORDINGS),
-    )  # the latter of two copies
+    own = acting_policy(algorithm, record)
+    apart = acting_policy(twin, record, 2 * MOST_RECORDINGS)  # it acts with two copies of the network
     return Agent(model, params, moments, own, algorithm.acts_at, apart, look)
 
 

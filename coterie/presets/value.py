@@ -19,8 +19,8 @@ def dqn(env: Part = "Pong-v5", **overrides: Any) -> Config:
     Images, as in Accelerated Methods and its code: 32 simulators, batches of 32, each env step trained on 8 times,
     RMSProp, target network every 10,000 env steps, epsilon from 1 to 0.1 over a million, 10M env steps (the paper 50M).
     Vectors: our own, double and three-step, 8 envs; rewards of CartPole, Acrobot and MountainCar times 0.1, of
-    LunarLander 0.01, so that most errors are below 1, where the Huber loss is quadratic. MountainCar explores for half
-    of the run, since few random episodes reach the flag.
+    LunarLander 0.01, so that most errors are below 1, where the Huber loss is quadratic. MountainCar's actions are
+    repeated 4 times, else few random episodes reach the flag.
     """
     env = name_of("env.id", env)
     return make(
@@ -40,12 +40,13 @@ def dqn(env: Part = "Pong-v5", **overrides: Any) -> Config:
         vector={
             "steps": 500_000,
             "env.num_envs": 8,
+            "env.action_repeat": 4 if env.startswith("MountainCar-") else 1,
             "model.hidden": (128, 128),
             "model.activation": "relu",
             "algo": Algo(unroll_length=8, gamma=0.99),
             "q": Q(n_step=3, target_every=2_000, batch_size=128, learn_start=2_000, intensity=16.0),
             "q.epsilon_end": 0.02,
-            "q.epsilon_steps": 250_000 if env.startswith("MountainCar-") else 50_000,
+            "q.epsilon_steps": 50_000,
             "replay.capacity": 200_000,
             "reward.scale": 0.1 if env.startswith("CartPole") else _range(env)[2],
             "optim": Optim("adam", lr=5e-4, eps=1e-5, max_grad_norm=10.0, schedule=LINEAR),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from functools import partial
 
 import gymnasium
@@ -39,6 +40,15 @@ def test_evaluation_counts_whole_episodes_and_stops_at_its_step_budget(tmp_path)
     policy = load(out)
     scores = evaluate(policy.algorithm, policy.model, policy.config, Trial(50, sampled=True, max_steps=60))
     assert scores.unfinished == 50 - len(scores.returns) > 0
+
+
+def test_an_evaluation_says_how_far_it_is_and_ends_when_it_is_stopped(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "run"
+    coterie.train(small_ppo(out, steps=100), quiet=True)
+    monkeypatch.setattr("coterie.cli.ending.PROGRESS_S", 0.0)
+    assert main(["eval", str(out), "--episodes", "3"]) == 0
+    assert re.search(r"^coterie: [012] of 3 episodes, \d+ env steps so far$", capsys.readouterr().err, re.M)
+    assert evaluate_run(out, episodes=3, stop=lambda done, steps: steps > 5)["unfinished"] == 3
 
 
 class Scaled(gymnasium.Env):
