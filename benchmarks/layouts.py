@@ -55,7 +55,7 @@ GPU = {
 }
 TWO = "--learners 2 --env.num-envs 64 --env.decorrelate 0"
 LAYOUTS = {
-    "inline": "a2c --learners 1",
+    "inline": "a2c --learners 1 --env.num-envs 128",
     "gossip": "gala-a2c --learners 2 --env.num-envs 64 --algo.unroll-length 5",
     "hogwild": f"a2c {TWO} --exchange hogwild",
     "allreduce": f"a2c {TWO}",

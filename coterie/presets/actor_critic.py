@@ -13,10 +13,10 @@ from coterie.runs.objects import name_of
 def a2c(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """Synchronous A2C, a simple baseline with short rollouts.
 
-    Images: Accelerated Methods and its code (n = 5, RMSProp 7e-4 at 16 simulators times the root of their number, eps
-    inside the root), 10M env steps as in that code's example (the paper has 25M). Ours: 84x84 frames, up to 200 random
-    steps first (2000). Vectors and continuous control: our own settings, with normalized rewards and advantages; the
-    continuous form of LunarLander has the discount and lambda of vectors.
+    Images: Accelerated Methods and its code (16 simulators, n = 5, RMSProp at 7e-4, eps inside the root), 10M env steps
+    as in that code's example (the paper has 25M). With more simulators the rate grows by the root of their number. Ours:
+    84x84 frames, up to 200 random steps first (2000). Vectors and continuous control: our own settings, with normalized
+    rewards and advantages; the continuous form of LunarLander has the discount and lambda of vectors.
     """
     env = name_of("env.id", env)
     return make(
@@ -26,7 +26,6 @@ def a2c(env: Part = "Pong-v5", **overrides: Any) -> Config:
         {"algorithm": "a2c"},
         image={
             "steps": 10_000_000,
-            "env.num_envs": 128,
             "env.decorrelate": 200,
             "reward.clip": "sign",
             "model.torso": "a3c",
@@ -105,7 +104,6 @@ def gala_a2c(env: Part = "Pong-v5", **overrides: Any) -> Config:
     RMSProp 7e-4 times the root of all simulators over 16, no start decorrelation. Ours: 10M env steps (25M and 40M).
     """
     image = {
-        "env.num_envs": 16,
         "env.decorrelate": 0,
         "model.torso": "gala",
         "algo": Algo(unroll_length=5),
@@ -213,11 +211,10 @@ def a3c_paper(env: Part = "LunarLander-v3", **overrides: Any) -> Config:
 def a3c_store(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """A2C learners on a central store, for several cores.
 
-    A3C with large batches (Accelerated Methods): learners of 16 simulators on images that meet a store of 3 chunks
-    after every update; the learning rate does not grow with the learners.
+    A3C with large batches (Accelerated Methods): learners that meet a store of 3 chunks after every update; the learning
+    rate does not grow with the learners.
     """
-    common = {"exchange": "store", "learners": "auto"}
-    return derive(a2c, "a3c-store", env, overrides, common, {"env.num_envs": 16})
+    return derive(a2c, "a3c-store", env, overrides, {"exchange": "store", "learners": "auto"})
 
 
 def appo(env: Part = "Pong-v5", **overrides: Any) -> Config:
