@@ -67,8 +67,7 @@ def section(name: str, budget: Path) -> str:
 
 def verdict(text: str) -> str:
     """The line below a section's title: one of `WORDS`."""
-    found = re.search(r"\n\nVerdict: (\w+)\.\n", text)
-    return found[1] if found else "undecided"
+    return str(re.findall(r"\n\nVerdict: (\w+)\.\n", text)[0])
 
 
 def headed(name: str, text: str) -> str:

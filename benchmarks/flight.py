@@ -34,7 +34,7 @@ RUNS = {
     "seed-vtrace": "seed-vtrace --env CartPole-v1",
     "seed-vtrace, 8 envs, 2 hosts": "seed-vtrace --env CartPole-v1 --env.num-envs 8 --actors 2",
     "ppo, LunarLander": "ppo --env LunarLander-v3",
-    "a2c, Atari": "a2c --env Breakout-v5 --env.num-envs 128",
+    "a2c, Atari, 128 envs": "a2c --env Breakout-v5 --env.num-envs 128",
     "seed-vtrace, Atari": "seed-vtrace --env Breakout-v5",
 }
 OUT = "COTERIE_FLIGHT_COST"  # names the folder for what was timed

@@ -20,15 +20,15 @@ HEAD = """# The league
 
 Presets on a list of environments, as a user types them: `python benchmarks/league.py run`. {done} of {total} runs are
 done; the others are not started or not finished. No run was steered; budgets of `gala-ppo` and `ppo-paper` on Pong were
-raised, after runs of 3M env steps had ended at 4.9 and 17.2, and that of `appo` with them. These were trained again
+raised, after runs of 3M env steps had ended at 4.9 and 17.2, and that of `appo` with them. These are trained again
 with new defaults: `dqn` on CartPole and `ppo` on MountainCar (before: 393 and -138, commit df33f55), `dqn` and
-`rainbow` on MountainCar (-148 and -100), and what is listed with older defaults
+`rainbow` on MountainCar (-148 and -100, commit 060af0cf), and what is listed with older defaults
 [here](learning.md#what-did-not-learn), of which some were stopped early. Runs on one core are not counted where they
 had one learner or half of the envs (`gala-ppo` on CartPole, Ant and InvertedDoublePendulum, `impala` on CartPole): they
 are made again with two. Some defaults of ours were chosen by runs on these envs and with some of these seeds
 ([presets](../reference/presets.md), [what did not learn](learning.md#what-did-not-learn)), so they may do worse
-elsewhere. On MountainCar `a3c` repeats each action six times, `dqn`, `rainbow` and `seed-r2d2` four times, which counts
-as one env step.
+elsewhere. On MountainCar `a3c` repeats each action six times, and `dqn`, `rainbow` and `seed-r2d2` four times; a
+repeated action counts as one env step.
 
 Score: the interquartile mean over seeds of the mean return of greedy episodes with the last weights (vectors and
 continuous 100, memory 200, MuJoCo 50, Atari 30; peers 100), and its 95% bootstrap interval. With two or three seeds the
@@ -256,7 +256,8 @@ def readme(text: str) -> str:
     rows = table("environment", "command", "seeds", "env steps", "score", "seconds")
     found = {f"{m}/{env}": runs for envs in collect().values() for env, ms in envs.items() for m, runs in ms.items()}
     for name in TABLE["readme"]:
-        if records := finished(runs := found.get(name, [])):
+        runs = found.get(name, [])
+        if records := finished(runs):
             score, between = measured([returns(records)])
             seconds, steps = f"{middle(records, 'seconds'):,.0f}", f"{middle(records, 'steps') / 1e6:.1f}M"
             score += f" ({between})" if between else ""

@@ -72,7 +72,7 @@ comparison with other values is recorded. A value without a source is the defaul
 
 Env steps of a run by default, in millions. **Bold**: the preset has the settings of its paper, which need this budget
 or a larger one, and a run says so at its start. The others have our settings, for a few cores;
-[results](../results/learning.md) has what they learned.
+[the league](../results/league.md) has what they learned.
 """
 
 GIVEN = ("Policy", "Run")  # classes whose objects a user gets, and does not make

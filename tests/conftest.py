@@ -22,11 +22,11 @@ torch.set_num_threads(1)
 settings.register_profile("coterie", deadline=None)  # a busy machine fails no test
 settings.load_profile("coterie")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else hundreds of processes compile all modules
-if "PYTEST_STATE" not in os.environ:  # else the parent's: workers of xdist and children of runs leave without atexit
-    os.environ["PYTEST_STATE"] = tempfile.mkdtemp(prefix="coterie-tests-")
-    atexit.register(shutil.rmtree, os.environ["PYTEST_STATE"], ignore_errors=True)
+if "COTERIE_TESTS_STATE" not in os.environ:  # else it is the parent's: xdist's workers and children end without atexit
+    os.environ["COTERIE_TESTS_STATE"] = tempfile.mkdtemp(prefix="coterie-tests-")
+    atexit.register(shutil.rmtree, os.environ["COTERIE_TESTS_STATE"], ignore_errors=True)
 # For a key and a cache of the tests' own.
-os.environ["XDG_STATE_HOME"] = os.environ["XDG_CACHE_HOME"] = os.environ["PYTEST_STATE"]
+os.environ["XDG_STATE_HOME"] = os.environ["XDG_CACHE_HOME"] = os.environ["COTERIE_TESTS_STATE"]
 
 
 @pytest.fixture(scope="session", autouse=True)

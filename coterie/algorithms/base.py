@@ -69,8 +69,8 @@ def checked(loss: Loss) -> Loss:
     if not total.requires_grad:
         raise CoterieError("algorithm: the total of a Loss has no gradient; was it detached?")
     for name, x in loss.metrics.items():
-        if not isinstance(x, int | float | Tensor) or (isinstance(x, Tensor) and x.numel() != 1):
-            raise CoterieError(f"algorithm: the metric {name} of a Loss must be one number")
+        if not isinstance(x, Tensor) or x.numel() != 1:
+            raise CoterieError(f"algorithm: the metric {name} of a Loss must be a tensor of one number")
     return loss
 
 

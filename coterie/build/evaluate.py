@@ -286,7 +286,8 @@ def evaluate_run(
     stop: Callable[[int, int], bool] = _never, trust: bool = False, **new: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Score a run's policy: mean over whole episodes +- standard error, human-normalized where a reference exists.
-    `stop`: called again and again with the finished episodes and env steps; True ends it. `trust`, `new`: see `load`.
+    `stop`: called before each env step with the finished episodes and env steps of the present task; True ends it.
+    `trust`, `new`: see `load`.
     """
     for name, value, least in (("episodes", episodes, 1), ("seed", seed, 0)):
         if not isinstance(value, Integral) or value < least:

@@ -97,7 +97,7 @@ def acting_policy(algorithm: AnyAlgorithm, record: Record | None = None, most: i
         model: Model, inputs: Inputs, core_state: Tensor | None, env_id: Tensor, rng: torch.Generator
     ) -> tuple[AgentOutput, Tensor | None]:
         found = act(model, inputs, core_state, algorithm.explore(env_id), rng)
-        if not isinstance(found, tuple) or not isinstance(found[0], AgentOutput):
+        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], AgentOutput)):
             raise ConfigError(f"algorithm: act must return an AgentOutput and the next core state, not {found!r:.40}")
         out, core_state = found
         if out.action.shape != (shape := inputs.prev_action.shape):

@@ -105,7 +105,7 @@ def progress(episodes: int) -> Callable[[int, int], bool]:
         nonlocal printed
         if (now := time.monotonic()) - printed >= PROGRESS_S:
             printed = now
-            complain(f"{done} of {counted(episodes, 'episode')}, {steps:,} env steps so far")
+            complain(f"{min(done, episodes)} of {counted(episodes, 'episode')}, {steps:,} env steps so far")
         return False
 
     return tell

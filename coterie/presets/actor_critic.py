@@ -14,9 +14,9 @@ def a2c(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """Synchronous A2C, a simple baseline with short rollouts.
 
     Images: Accelerated Methods and its code (16 simulators, n = 5, RMSProp at 7e-4, eps inside the root), 10M env steps
-    as in that code's example (the paper has 25M). With more simulators the rate grows by the root of their number. Ours:
-    84x84 frames, up to 200 random steps first (2000). Vectors and continuous control: our own settings, with normalized
-    rewards and advantages; the continuous form of LunarLander has the discount and lambda of vectors.
+    as in that code's example (the paper has 25M). With more simulators the rate grows by the root of their number.
+    Ours: 84x84 frames, up to 200 random steps first (2000). Vectors and continuous control: our own settings, with
+    normalized rewards and advantages; the continuous form of LunarLander has the discount and lambda of vectors.
     """
     env = name_of("env.id", env)
     return make(
@@ -211,8 +211,8 @@ def a3c_paper(env: Part = "LunarLander-v3", **overrides: Any) -> Config:
 def a3c_store(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """A2C learners on a central store, for several cores.
 
-    A3C with large batches (Accelerated Methods): learners that meet a store of 3 chunks after every update; the learning
-    rate does not grow with the learners.
+    A3C with large batches (Accelerated Methods): learners that meet a store of 3 chunks after every update. The
+    learning rate does not grow with the learners.
     """
     return derive(a2c, "a3c-store", env, overrides, {"exchange": "store", "learners": "auto"})
 

@@ -58,7 +58,7 @@ class Named(A2C):
 @pytest.mark.parametrize(
     ("algorithm", "says"),
     [
-        (Named, "the metric kind of a Loss must be one number"),
+        (Named, "the metric kind of a Loss must be a tensor of one number"),
         (Bare, "loss must return a Loss, as combine does, not Tensor"),
         (Detached, r"the total of a Loss has no gradient; was it detached\?"),
         (Several, r"the total of a Loss must be a tensor of one number, not a tensor \[2\]"),

@@ -55,7 +55,7 @@ class Seen:
         }
 
 
-# What learns Pong soonest here (docs/results/learning.md). Frames of 42 pixels are faster, but too small to learn from.
+# Settings of IMPALA that learn Pong (docs/results/learning.md). Frames of 42 pixels are too small to learn from.
 LEARNS = {
     "model.torso": "a3c", "env.num_envs": 16, "decoupled.batch_size": 8, "vtrace.loss": "mean",
     "optim.rule": "adam", "optim.lr": 4e-4, "optim.eps": 1e-5, "optim.max_grad_norm": 0.5,

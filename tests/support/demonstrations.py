@@ -20,7 +20,7 @@ def rule_plays_cartpole(episodes: int = 3, length: int = 200) -> str:
     import minari
     from minari.data_collector.episode_buffer import EpisodeBuffer
 
-    folder = Path(tempfile.mkdtemp(prefix="data-", dir=os.environ["PYTEST_STATE"])) / "rule-v0"
+    folder = Path(tempfile.mkdtemp(prefix="data-", dir=os.environ["COTERIE_TESTS_STATE"])) / "rule-v0"
     env = gymnasium.make("CartPole-v1", max_episode_steps=length)
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")  # about authors, licenses, ...

@@ -86,12 +86,12 @@ def _predict(config: Config, spec: Spec, services: Services, hardware: Hardware,
     refused: dict[str, str] = {}
     began = time.monotonic()
     for acting, exchange in product(ACTING, EXCHANGES):
-        if time.monotonic() - began > _SILENCE_S:  # many cores are many processes to simulate
-            print(f"coterie: simulating {acting}, {exchange}", file=sys.stderr, flush=True)
         try:
             if not is_simulated(acting, exchange):
                 raise ConfigError("this acting or exchange was registered without a simulation")
             one = layout(config, spec, hardware, acting, exchange, learners)
+            if time.monotonic() - began > _SILENCE_S:  # many cores are many processes to simulate
+                print(f"coterie: simulating {one.name}", file=sys.stderr, flush=True)
             found.append(simulate(one, services, config.seed))
         except CoterieError as error:
             refused[f"{acting} {exchange}"] = str(error)
