@@ -19,8 +19,8 @@ def dqn(env: Part = "Pong-v5", **overrides: Any) -> Config:
     Images, as in Accelerated Methods and its code: 32 simulators, batches of 32, each env step trained on 8 times,
     RMSProp, target network every 10,000 env steps, epsilon from 1 to 0.1 over a million, 10M env steps (the paper 50M).
     Vectors: our own, double and three-step, 8 envs; rewards of CartPole, Acrobot and MountainCar times 0.1, of
-    LunarLander 0.01, so that most errors are below 1, where the Huber loss is quadratic. On
-    MountainCar each action is repeated 4 times; otherwise few random episodes reach the flag.
+    LunarLander 0.01, so that most errors are below 1, where the Huber loss is quadratic. On MountainCar each action is
+    repeated 4 times; otherwise few random episodes reach the flag.
     """
     env = name_of("env.id", env)
     return make(
