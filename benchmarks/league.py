@@ -5,13 +5,15 @@
     python benchmarks/league.py page                docs/results/league.md and README's table from the records
 
 A run's name is /PRESET/ENV/SEED; patterns are parts of it (`/Breakout`, `/sac/`). Ctrl-C or SIGTERM stops it with a
-checkpoint, from which it goes on. Its record, docs/results/league/PRESET_ENV_SEED.json, holds the command, the machine,
-the curve and the final score; that of a stopped run is marked as unfinished and has no score.
+checkpoint, from which it goes on. Its record, docs/results/league/PRESET_ENV_SEED.json, holds the command, the settings
+that it stood for, the date, the machine, the curve and the final score; that of a stopped run is marked as unfinished
+and has no score. A record of other settings does not count.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import signal
@@ -68,12 +70,12 @@ def train(entry: Entry, folder: Path) -> Record:
         python = ROOT / ".peers" / "sb3" / "bin" / "python"
         found: Record = json.loads(call([str(python), *entry.command[1:]], quiet=True).splitlines()[-1])
         return found
-    command = folder.with_name(f"{folder.name}.txt")
-    known = command.read_text() if command.exists() else "which is not known"
-    if folder.exists() and known != entry.typed:
-        raise FileExistsError(f"{folder} is of another command, {known}: remove it")
+    about, wanted = folder.with_name(f"{folder.name}.txt"), f"{entry.typed}\n{json.dumps(entry.settings)}\n"
+    known = about.read_text() if about.exists() else "a command that is not known"
+    if folder.exists() and known != wanted:
+        raise FileExistsError(f"{folder} is of {known.splitlines()[0]}, or of other defaults: remove it")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    command.write_text(entry.typed)
+    about.write_text(wanted)
     if not (folder / "config.json").exists():
         quiet = ["--log.every", "1", "--log.tensorboard", "false", "--out", str(folder)]
         call([*COTERIE, *entry.command[1:], *quiet])
@@ -94,7 +96,8 @@ def by_cores(entry: Entry) -> bool:
 
 def write(entry: Entry, record: Record) -> None:
     entry.path.parent.mkdir(parents=True, exist_ok=True)
-    entry.path.write_text(json.dumps({"command": entry.typed, **record}, separators=(",", ":")) + "\n")
+    about = {"command": entry.typed, "settings": entry.settings, "date": datetime.date.today().isoformat()}
+    entry.path.write_text(json.dumps(about | record, separators=(",", ":")) + "\n")
 
 
 def give_way() -> None:

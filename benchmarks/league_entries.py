@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shlex
 import tomllib
@@ -9,6 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from coterie.cli.options import config_of
+from coterie.config import Config
+from coterie.runs.config_io import fields, get
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "docs" / "results" / "league"
@@ -51,14 +56,31 @@ class Entry:
         return shlex.join(self.command)
 
     @property
+    def settings(self) -> Record | None:
+        """What the preset and the options change in a config. None for a peer."""
+        return None if self.method.startswith("sb3-") else changes(*self.command[2:-2])
+
+    @property
     def record(self) -> Record | None:
-        """None where there is no run of this command: the budget or an option may have changed since."""
+        """None where there is no run of this command with today's defaults. Records of before 30 November 2026 do not
+        tell their settings.
+        """
         found = json.loads(self.path.read_text()) if self.path.exists() else {}
-        return found if found.get("command") == self.typed else None
+        same = found.get("command") == self.typed and found.get("settings") in (None, self.settings)
+        return found if same else None
 
     @property
     def done(self) -> bool:
         return self.record is not None and not self.record.get("unfinished")
+
+
+@functools.cache
+def changes(*words: str) -> Record:
+    """The options of a command that differ from a config's own defaults, as JSON has them."""
+    config, base = config_of([*words]), Config()
+    names = [name for name, _ in fields() if name not in ("preset", "out")]
+    found: Record = json.loads(json.dumps({n: get(config, n) for n in names if get(config, n) != get(base, n)}))
+    return found
 
 
 def listed() -> Iterator[Entry]:

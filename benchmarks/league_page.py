@@ -19,32 +19,34 @@ TITLES = {"mujoco": "MuJoCo"}
 HEAD = """# The league
 
 Presets on a list of environments, as a user types them: `python benchmarks/league.py run`. {done} of {total} runs are
-done; the others are not started or not finished. No run was steered; budgets of `gala-ppo` and `ppo-paper` on Pong were
-raised, after runs of 3M env steps had ended at 4.9 and 17.2, and that of `appo` with them. These are trained again
-with new defaults: `dqn` on CartPole and `ppo` on MountainCar (before: 393 and -138, commit df33f55), `dqn` and
-`rainbow` on MountainCar (-148 and -100, commit 060af0cf), and what is listed with older defaults
-[here](learning.md#what-did-not-learn), of which some were stopped early. Runs on one core are not counted where they
-had one learner or half of the envs (`gala-ppo` on CartPole, Ant and InvertedDoublePendulum, `impala` on CartPole): they
-are made again with two. Some defaults of ours were chosen by runs on these envs and with some of these seeds
-([presets](../reference/presets.md), [what did not learn](learning.md#what-did-not-learn)), so they may do worse
-elsewhere. On MountainCar `a3c` repeats each action six times, and `dqn`, `rainbow` and `seed-r2d2` four times; a
-repeated action counts as one env step.
-
-Score: the interquartile mean over seeds of the mean return of greedy episodes with the last weights (vectors and
-continuous 100, memory 200, MuJoCo 50, Atari 30; peers 100), and its 95% bootstrap interval. With two or three seeds the
-interval is their range, which has the true value in about 50% and 74% of cases (five seeds: about 90%; simulated with
-normal scores). Human = 1: the score between a random policy's (0) and a human's (1). Seconds: median wall-clock of
-training at idle priority on one or two cores, beside other work that differed from run to run: an upper bound. What was
-reached in the same time compares as loosely. Curves: mean over seeds and its 95% interval, up to the end of the first
-seed that was done. *In italics*: a run that is under way, with the return of its last 100 training episodes.
-
-Machine: cores and processor, from 25 November 2026 on; where a table has several, their seconds do not compare.
-Some runs were paused with their machine; those seconds count. Coterie: EnvPool, fp32 for vectors, the learners, actors
-and envs that a preset has on two cores, and but for the group "Memory" the preset's defaults. Rows of `sb3_league.py`:
-Stable-Baselines3 with its library defaults and one gymnasium env, not tuned for the task; Coterie's presets have
-settings of our own for vectors, so this does not compare the two implementations.
+done; the others, most Atari games among them, are not started or not finished. A score is the mean return of greedy
+episodes with the last weights, its interquartile mean over seeds and the 95% bootstrap interval of that. Some defaults
+were chosen by runs on these environments and with some of these seeds ([presets](../reference/presets.md), [what did
+not learn](learning.md#what-did-not-learn)), so expect less elsewhere. [Conditions](#conditions) are at the end.
 
 *Written by `python benchmarks/league.py page`.*
+"""
+CONDITIONS = """## Conditions
+
+- Episodes of a score: vectors and continuous 100, memory 200, MuJoCo 50, Atari 30; peers 100.
+- With two or three seeds the interval is their range, which has the true value in about 50% and 74% of cases (five
+  seeds: about 90%; simulated with normal scores). Human = 1: the score between a random policy's (0) and a human's (1).
+- Curves: mean over seeds and its 95% interval, up to the end of the first seed that was done. *In italics*: a run that
+  is under way, with the return of its last 100 training episodes.
+- Seconds: median wall-clock of training at idle priority on one or two cores, beside other work that differed from run
+  to run, and some runs were paused: an upper bound. What was reached in the same time compares as loosely; speeds under
+  equal conditions are [on another page](../benchmarks/speed.md). Machine: cores and processor, from 25 November 2026 on.
+- Coterie: EnvPool, fp32 for vectors, the learners, actors and envs that a preset has on two cores, and but for the
+  group "Memory" the preset's defaults. On MountainCar `a3c` repeats each action six times, and `dqn`, `rainbow` and
+  `seed-r2d2` four times; a repeated action counts as one env step.
+- Rows of `sb3_league.py`: Stable-Baselines3 with its library defaults and one gymnasium env, not tuned for the task.
+  Coterie's presets have settings of our own for vectors, so this does not compare the two implementations.
+- No run was steered. The budgets of `gala-ppo` and `ppo-paper` on Pong were raised after runs of 3M env steps had ended
+  at 4.9 and 17.2, and that of `appo` with them. Trained again after their defaults had changed: `dqn` on CartPole
+  (before: 393), `ppo` on MountainCar (-138), `dqn` and `rainbow` on MountainCar (-148 and -100), `gala-ppo` on vectors
+  and MuJoCo (LunarLander 201, LunarLanderContinuous 212, Hopper 2149, Walker2d 1415, HalfCheetah 1405), and what is
+  listed with older defaults [here](learning.md#what-did-not-learn). Runs on one core that would have had more learners
+  or envs on two were made again with two.
 """
 
 
@@ -107,6 +109,14 @@ def best(methods: Group, peers: bool) -> str:
     return f"{text}; {' to '.join(f'{x}M' for x in (*steps[:1], *steps[1:][-1:]))}"
 
 
+def best_published(env: str, preset: str = "") -> str:
+    """The highest of the published scores, or of those of a preset's method, and its env steps."""
+    found = [(float(score.split(" ")[0]), f"{method}, {source['name']}: {score}; {steps / 1e6:g}M")
+             for source in SOURCES for name, method, _, steps, _, score in source["rows"]
+             if name == env and (not preset or preset.upper() == method)]  # fmt: skip
+    return max(found, default=(0.0, ""))[1]
+
+
 def summary(found: dict[str, dict[str, Group]]) -> list[str]:
     """Runs done of all, the best of each env, and presets that have played all Atari games."""
     total: dict[tuple[str, str], int] = defaultdict(int)
@@ -114,12 +124,21 @@ def summary(found: dict[str, dict[str, Group]]) -> list[str]:
         total[entry.group, entry.env] += 1
     lines = [
         "## Summary\n",
-        *table("group", "env", "runs done", "best preset; env steps", "best of the peers; env steps"),
+        *table(
+            "group",
+            "env",
+            "runs done",
+            "best preset; env steps",
+            "Stable-Baselines3's defaults, run here; env steps",
+            "best published (tuned for the env or not); env steps",
+        ),
     ]
     for (group, env), count in total.items():
         methods = found[group][env]
         done = sum(len(finished(runs)) for runs in methods.values())
-        lines.append(row(group, env, f"{done} of {count}", best(methods, False), best(methods, True)))
+        lines.append(
+            row(group, env, f"{done} of {count}", best(methods, False), best(methods, True), best_published(env))
+        )
     games = TABLE["groups"]["atari"]["envs"]
     every = []
     for method in TABLE["groups"]["atari"]["presets"]:
@@ -136,21 +155,23 @@ def summary(found: dict[str, dict[str, Group]]) -> list[str]:
 def rows(methods: Group) -> list[str]:
     """An env's table: what is done, the best first, then what is under way."""
     done = {method: records for method, runs in methods.items() if (records := finished(runs))}
-    lines = table("command", "seeds", "env steps", "score", "interval", "human = 1", "seconds", "machine")
+    lines = table(
+        "command", "seeds", "env steps", "score", "interval", "lowest seed", "human = 1", "seconds", "machine"
+    )
     for method in sorted(done, key=lambda name: -interquartile_mean(returns(done[name]))):
         records = done[method]
         human = [x for record in records if (x := record["score"].get("human_normalized")) is not None]
         steps, seconds = (f"{middle(records, key):,.0f}" for key in ("steps", "seconds"))
         normal = f"{np.mean(human):.2f}" if human else ""
         first = methods[method][0][0]
-        score = measured([returns(records)])
-        lines.append(row(command(first), len(records), steps, *score, normal, seconds, machines(records)))
+        score, lowest = measured([returns(records)]), f"{min(returns(records)):.1f}" if len(records) > 1 else ""
+        lines.append(row(command(first), len(records), steps, *score, lowest, normal, seconds, machines(records)))
     for entry, record in (pair for runs in methods.values() for pair in runs):
         if record.get("unfinished") and record["curve"]:
             now, _, mean = record["curve"][-1]
             steps = f"*under way at {now:,} of {entry.steps:,}, training return {mean:.1f}*"
             lines.append(
-                row(f"*{command(entry)}*", f"*seed {entry.seed}*", steps, "", "", "", f"*{record['seconds']}*", "")
+                row(f"*{command(entry)}*", f"*seed {entry.seed}*", steps, *[""] * 4, f"*{record['seconds']}*", "")
             )
     return lines
 
@@ -246,22 +267,28 @@ def page() -> str:
                 ]
             if methods:
                 lines.append(f"![{env}: return over env steps and over seconds](league/{curves(env, methods)})\n")
-    lines += ["## Published scores\n", "Not run here: other versions of the envs, and other ways to measure.\n"]
+    lines += [
+        CONDITIONS,
+        "## Published scores\n",
+        "Not run here: other versions of the envs, and other ways to measure.\n",
+    ]
     lines += [f"- [{source['name']}]({source['url']}): {source['note']}" for source in SOURCES]
     return "\n".join(lines) + "\n"
 
 
 def readme(text: str) -> str:
     """README's text with its table of results between two comments as the records have it."""
-    rows = table("environment", "command", "seeds", "env steps", "score", "seconds")
+    rows = table("environment", "command", "seeds", "env steps", "score", "published for the method; env steps")
     found = {f"{m}/{env}": runs for envs in collect().values() for env, ms in envs.items() for m, runs in ms.items()}
     for name in TABLE["readme"]:
         runs = found.get(name, [])
         if records := finished(runs):
             score, between = measured([returns(records)])
-            seconds, steps = f"{middle(records, 'seconds'):,.0f}", f"{middle(records, 'steps') / 1e6:.1f}M"
+            steps = f"{middle(records, 'steps') / 1e6:.1f}M"
             score += f" ({between})" if between else ""
-            rows.append(row(name.partition("/")[2], command(runs[0][0]), len(records), steps, score, seconds))
+            method, _, env = name.partition("/")
+            others = best_published(env, method)
+            rows.append(row(env, command(runs[0][0]), len(records), steps, score, others))
     return replaced(text, "league", "python benchmarks/league.py page", "\n".join(rows))
 
 

@@ -116,11 +116,13 @@ def gala_a2c(env: Part = "Pong-v5", **overrides: Any) -> Config:
 def gala_ppo(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """PPO learners that gossip, for several cores.
 
-    They mix once for each rollout: a combination that no paper has. Images: each learner has half of `ppo`'s simulators
-    and minibatches, so that each of two makes as many updates as `ppo` for the run's env steps.
+    They mix once for each rollout: a combination that no paper has. Each learner has half of `ppo`'s envs, and its
+    minibatches are half as large, so that each of two makes as many updates as `ppo` for the run's env steps. Images:
+    6M env steps.
     """
-    image = {"env.num_envs": 8, "ppo.batch_size": 1024, "ppo.minibatch_size": 128}
-    return derive(ppo, "gala-ppo", env, overrides, {"exchange": "gossip", "learners": "auto"}, image)
+    common = {"exchange": "gossip", "learners": "auto", "env.num_envs": 8}
+    image = {"steps": 6_000_000, "ppo.batch_size": 1024, "ppo.minibatch_size": 128}
+    return derive(ppo, "gala-ppo", env, overrides, common, image, {"ppo.minibatch_size": 64})
 
 
 def bc(env: Part = "Hopper-v5", **overrides: Any) -> Config:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from coterie.config import Atari, Config, Env, Model, Schedule
 from coterie.envs.make import make_spec
@@ -17,6 +17,7 @@ from coterie.runs.config_io import replace as override
 from coterie.runs.objects import name_of
 from coterie.types import ConfigError, Spec, one_line
 
+Family = Literal["images", "vectors", "continuous control"]
 Changes = dict[str, Any]  # by dotted name; a whole section replaces all of its fields
 _JSON = ("env.kwargs", "ray.runtime_env")  # texts that are JSON objects
 
@@ -59,6 +60,13 @@ def envs(env: Part, count: int) -> int:
     return count if len(tasks(name_of("env.id", env))) == 1 else 0
 
 
+def family(spec: Spec) -> Family:
+    """The kind of environment for which a preset has settings. What is too small for convolutions is a vector."""
+    if any(s.is_image and sorted(s.shape)[1] >= _SMALLEST_IMAGE for s in spec.obs.values()):
+        return "images"
+    return "continuous control" if spec.action.kind == "continuous" else "vectors"
+
+
 def make(
     preset: str, env: Part, overrides: Changes, common: Changes, *, image: Changes, vector: Changes, continuous: Changes
 ) -> Config:
@@ -71,11 +79,7 @@ def make(
     )
     spec = known_spec.get() or make_spec(config.env, config.atari)
     config = replace(config, model=Model(normalize_obs=any(s.is_numeric for s in spec.obs.values())))
-    # An image that is too small for the convolutions is a vector of bytes.
-    if any(s.is_image and sorted(s.shape)[1] >= _SMALLEST_IMAGE for s in spec.obs.values()):
-        changes = image
-    else:
-        changes = {**vector, **(continuous if spec.action.kind == "continuous" else {})}
+    changes = {"images": image, "vectors": vector, "continuous control": {**vector, **continuous}}[family(spec)]
     return whole_teams(override(override(config, {**common, **changes}), overrides), overrides)
 
 
@@ -98,6 +102,6 @@ def derive(
     """Another preset, changed: by `common`, then by `image` or else `vector`, then by `overrides`."""
     overrides = flat(overrides)
     config = base(env, **of_env(overrides))
-    is_image = config.model.torso != "auto"  # presets name a torso for images only
+    is_image = family(known_spec.get() or make_spec(config.env, config.atari)) == "images"
     changes = (image if is_image else vector) or {}
     return whole_teams(override(override(config, {"preset": preset, **common, **changes}), overrides), overrides)

@@ -55,21 +55,23 @@ def test_stopped_run(tmp_path, monkeypatch):
     assert "*under way at " in league_page.rows({"a2c": [(entry, entry.record)]})[-1]
 
 
-def test_a_record_and_a_run_of_another_budget_are_not_taken_for_this_one(tmp_path, monkeypatch):
+def test_a_record_and_a_run_of_another_budget_or_other_defaults_are_not_taken_for_this_one(tmp_path, monkeypatch):
     monkeypatch.setattr(league_entries, "RECORDS", tmp_path)
     short, long = (league.Entry("vectors", "a2c", "CartPole-v1", 0, steps, 1, ()) for steps in (1000, 2000))
     league.write(short, {"score": {}})
     assert short.done
     assert not long.done
     (tmp_path / "run").mkdir()
-    (tmp_path / "run.txt").write_text(short.typed)
-    with pytest.raises(
-        FileExistsError, match=r"is of another command, coterie train a2c .* --steps 1000 .*: remove it"
-    ):
+    (tmp_path / "run.txt").write_text(f"{short.typed}\n{json.dumps(short.settings)}\n")
+    with pytest.raises(FileExistsError, match=r"is of coterie train a2c .* --steps 1000 .* other defaults: remove it"):
         league.train(long, tmp_path / "run")
+    monkeypatch.setattr(league_entries, "changes", lambda *words: {"optim.lr": 1.0})
+    assert not short.done
+    with pytest.raises(FileExistsError, match="or of other defaults: remove it"):
+        league.train(short, tmp_path / "run")
     (tmp_path / "run.txt").unlink()
-    with pytest.raises(FileExistsError, match=r"is of another command, which is not known: remove it"):
-        league.train(long, tmp_path / "run")
+    with pytest.raises(FileExistsError, match="is of a command that is not known"):
+        league.train(short, tmp_path / "run")
 
 
 def test_methods_are_compared_after_the_time_of_the_shortest_run():
