@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from coterie.acting.base import Agent, EnvShare, MemorySetup, Stopped, WorkerSetup, group_policy
-from coterie.acting.child_processes import Reporter, reported
+from coterie.acting.child_processes import Reporter, check, reported, sender
 from coterie.acting.inline import Inline
 from coterie.acting.recorder import Recorder, rollout_layout
 from coterie.config import ResolvedConfig
@@ -113,7 +114,7 @@ class RolloutLoop:
 
     def run(self, on_delivered: Callable[[], None]) -> None:
         """Act until the run has ended; `on_delivered` is called after each rollout."""
-        with closing(self.acting), suppress(Stopped):
+        with suppress(Stopped):
             for _ in self.rollouts():
                 on_delivered()
 
@@ -147,6 +148,7 @@ class ActorMailbox:
     ) -> None:
         self.slots, self.weights, self.agent, self.stages = memory.slots, memory.weights, agent, stages
         self.board, self.row, self.number = setup.board, setup.row, setup.number
+        self.check = partial(check, setup)
         self.learner, self.timeout = setup.rank, setup.timeout
         cpu = torch.device("cpu")
         self.recorders = {
@@ -186,12 +188,6 @@ class ActorMailbox:
         self.slot = slot
         return self.recorders[slot]
 
-    def check(self) -> None:
-        """Write a heartbeat; raise `Stopped` when the run has ended."""
-        self.board.heartbeat(self.row)
-        if self.board.closed:
-            raise Stopped
-
     def deliver(self) -> None:
         self.slots.promise(self.number, self.slot, self.board.read(self.row)["produced"])
         self.slots.fill(self.slot, (self.number, self.life, self.filled))
@@ -202,8 +198,7 @@ class Actor:
     """The work of an actor process that the run started."""
 
     def __init__(self, setup: WorkerSetup, memory: ActorMemory) -> None:
-        self._counts = setup.board.counts[setup.row]
-        self._replaced = int(self._counts["replaced"])  # by earlier processes in this row
+        self.setup, self._counts = setup, setup.board.counts[setup.row]
 
         def make_sink(agent: Agent, groups: list[slice], stages: Stages) -> ActorMailbox:
             return ActorMailbox(memory, setup, agent, groups, stages)
@@ -215,14 +210,14 @@ class Actor:
 
     def run(self, post: Post) -> None:
         def report() -> None:
-            self._counts["replaced"] = self._replaced + self.loop.envs.reports.replaced
-            post("acted", self.loop.report.take())
+            send(self.loop.report.take())
 
         def delivered() -> None:
             self._counts["delivered"] = self._counts["produced"]
             if self.loop.report.is_due():
                 report()
 
+        send = sender(self.setup, self.loop.envs, post)
         with reported(report):
             self.loop.run(delivered)
 

@@ -31,8 +31,8 @@ class Stopped(Exception):
 
 
 class Acting(Protocol):
-    """Where actions are chosen: a source of rollouts that takes published weights. A subclass has the methods with a
-    body: nothing acts between rollouts, and the processes that step the envs report their news.
+    """Where actions are chosen: a source of rollouts that takes published weights. The methods with a body are
+    optional: they suit acting that is idle between rollouts, and whose env processes report their own news.
     """
 
     def publish(self, version: int) -> None: ...  # the weights of learner step `version`
@@ -59,8 +59,8 @@ class Worker(Protocol):
 
 
 class Memory(Protocol):
-    """The memory shared by a learner and its child processes; made in the parent. By default no child takes over what
-    one that died was doing, and the learner counts the rows that it receives.
+    """The memory shared by a learner and its child processes; made in the parent. By default the work
+    of a dead child is not given to another one, and the learner counts the rows that it receives.
     """
 
     def close(self) -> None: ...
@@ -151,7 +151,6 @@ class MemorySetup:
 class WorkerSetup:
     """The parts of a child process. `number`: among its learner's children; `row`: its row of the board."""
 
-    config: ResolvedConfig
     envs: EnvShare
     make_agent: Callable[[], Agent]
     board: Board

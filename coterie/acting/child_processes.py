@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from coterie.acting.base import Section
+from coterie.acting.base import Section, Stopped, WorkerSetup
+from coterie.acting.recorder import Envs
 from coterie.config import Config, Refusal, ResolvedConfig
 from coterie.envs.news import EnvNews
 from coterie.envs.tasks import tasks
 from coterie.parallel.hardware import rss_mb
 from coterie.parallel.stages import Stages
+from coterie.types import Post
 
 _REPORT_S = 0.5  # between two reports
 
@@ -68,6 +70,25 @@ class WorkerReport(NamedTuple):
     rss_mb: float | None
     news: EnvNews  # since the last report
     latencies: list[float]  # seconds that envs waited for their actions, since then
+
+
+def check(setup: WorkerSetup) -> None:
+    """Write a heartbeat; raise `Stopped` when the run has ended."""
+    setup.board.heartbeat(setup.row)
+    if setup.board.closed:
+        raise Stopped
+
+
+def sender(setup: WorkerSetup, envs: Envs, post: Post) -> Callable[[WorkerReport], None]:
+    """What posts a report, after the board's count of replaced envs, of which earlier processes had some."""
+    counts = setup.board.counts[setup.row]
+    before = int(counts["replaced"])
+
+    def send(report: WorkerReport) -> None:
+        counts["replaced"] = before + envs.reports.replaced
+        post("acted", report)
+
+    return send
 
 
 class Reporter:

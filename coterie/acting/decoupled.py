@@ -62,7 +62,8 @@ class Decoupled(Acting):
             while free:
                 opened.append(free.popleft())
                 self.slots.open(opened[-1], max(0, self.weights.version), self._holders())
-            self._wait(opened[0])
+            if not self._wait(opened[0]):
+                return
             batch = opened.popleft()
             self.waiting = sum(self.slots.is_full(j) for j in opened)
             copies = self.uploads.get(batch)
@@ -84,15 +85,19 @@ class Decoupled(Acting):
         actors = self.memory.actors
         return [s % actors for s in range(self.slots.per_batch)] if self.config.lockstep else None
 
-    def _wait(self, batch: int) -> None:
+    def _wait(self, batch: int) -> bool:
+        """Wait until a batch is full; False if the run ends before."""
         setup, begin = self.setup, awake()
         setup.stages.start()
         with setup.board.blocked(setup.rank):
             while not self._is_full(batch):
+                if setup.is_over():
+                    return False
                 time.sleep(_POLL_S)
                 if awake() - begin > setup.timeout:
                     raise CoterieError(f"no batch of rollouts for {setup.timeout:g} s: the actors hang")
         setup.stages.lap("wait")
+        return True
 
     def _is_full(self, batch: int) -> bool:
         if self.remote is not None and self.remote.error is not None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from coterie.acting.base import EnvShare, Memory, MemorySetup, Stopped, WorkerSetup
-from coterie.acting.child_processes import Reporter, WorkerReport, reported
+from coterie.acting.child_processes import Reporter, WorkerReport, check, reported, sender
 from coterie.acting.recorder import Envs, env_loop
 from coterie.envs.tasks import envs_per_child
 from coterie.parallel.hardware import available_cores, keep_freed_memory
@@ -99,37 +99,26 @@ class EnvHost:
     """The work of an env host that the run started."""
 
     def __init__(self, setup: WorkerSetup, memory: HostMemory) -> None:
-        self.board, self.row = setup.board, setup.row
-        share = setup.envs
+        self.setup, share = setup, setup.envs
         hello = {"env_id": share.config.env.id, "number": setup.number, "run_id": setup.life}
         self.connection = Connection(Endpoint(memory.address, patience=setup.timeout), hello)
 
         def connect(group: int, width: int) -> GroupStream:
             layout, mine = timestep_layout(share.spec, width, shared=True), slice(group * width, (group + 1) * width)
             shared = {name: x[setup.number, mine] for name, x in memory.obs.items()}
-            return GroupStream(self.connection, layout, group, lambda: None, self._check, shared)
+            return GroupStream(self.connection, layout, group, lambda: None, partial(check, setup), shared)
 
-        self.loop = EnvLoop(host_envs(share), connect, self._check)
+        self.loop = EnvLoop(host_envs(share), connect, partial(check, setup))
         self.loop.waits = partial(setup.board.blocked, setup.row)  # an answer may take as long as an evaluation
-        self._replaced = int(self.board.counts["replaced"][self.row])
-
-    def _check(self) -> None:
-        self.board.heartbeat(self.row)
-        if self.board.closed:
-            raise Stopped
 
     def run(self, post: Post) -> None:
-        def report(content: WorkerReport) -> None:
-            replaced = self._replaced + self.loop.envs.reports.replaced
-            self.board.counts["replaced"][self.row] = replaced
-            post("acted", content)
-
+        board, report = self.setup.board, sender(self.setup, self.loop.envs, post)
         with reported(lambda: report(self.loop.report.take())), suppress(Stopped):
             try:
                 self.loop.run(report)
             except RunEnded:
-                with self.board.blocked(self.row):  # for learners that have not reached the end
-                    while not self.board.closed:
+                with board.blocked(self.setup.row):  # for learners that have not reached the end
+                    while not board.closed:
                         time.sleep(0.01)
 
     def close(self) -> None:

@@ -18,10 +18,10 @@ _CHOICES = ("policy.", "q.", "log_std")
 _HEADS = (*_CHOICES, "value.")
 
 
-def first_model(config: Config, spec: Spec, incarnation: int) -> Network:
-    """A learner's network, at the run's first start with the weights that it begins with."""
+def first_model(config: Config, spec: Spec) -> Network:
+    """A learner's network, with the weights of `init_from`. What goes on from a checkpoint has that empty."""
     model = make_model(config, spec)
-    if config.init_from and not incarnation:
+    if config.init_from:
         begin_from(Path(config.init_from), model)
     return model
 
@@ -49,7 +49,9 @@ def begin_from(folder: Path, model: Network) -> str:
     names = [*mine, *sorted(there.keys() - mine.keys())]  # safetensors has no order
     shapes = {k: [list(x[k].shape) if k in x else "missing" for x in (there, mine)] for k in names}
     spec, action = read_json(path.parent.parent / "spec.json", dict), model.spec.action
-    new = () if spec is None or spec["action"][:2] == [action.kind, list(action.sizes)] else _CHOICES  # by kind
+    there_too = (spec or {}).get("action")  # a copied checkpoint may be in the folder of something else
+    same = not isinstance(there_too, list) or there_too[:2] == [action.kind, list(action.sizes)]
+    new = () if same else _CHOICES
     other = {k: pair for k, pair in shapes.items() if pair[0] != pair[1] or k.startswith(new)}
     for k, (a, b) in other.items():
         if not k.startswith(_HEADS):

@@ -70,7 +70,7 @@ def fitting(f: ObsField, obs: Any, target: Array) -> Any:
         x = np.asarray(leaf_of(obs, f.path))
         single = f.convert is not None and x.size == 1 and math.prod(f.given or ()) == 1  # a number and an array of one
         if f.given is not None and x.shape != f.given and not single:
-            raise CoterieError(f"{name} has shape {x.shape}, and its space {f.given}")
+            raise CoterieError(f"{name} has shape {x.shape}, but its space has {f.given}")
         row = x if f.convert is None else f.convert(x[None])[0]
     except (LookupError, TypeError, ValueError) as error:
         raise CoterieError(f"{name} is not in its space: {one_line(error)}") from error

@@ -44,7 +44,7 @@ class StepResults(NamedTuple):
     first: Array = np.zeros((), bool)  # bool: obs follows from no action: of an agent that is absent, or of a restart
 
     def rows(self) -> list[Array]:
-        """Every array."""
+        """Observations, reward and flags."""
         return [*entries(self.obs).values(), *self[1:5]]
 
 

@@ -206,7 +206,7 @@ class TeamInstance(Instance):
     def step(self) -> None:
         rows = dict(zip(self.env.members, self.rows, strict=True))
         if new := {*self.env.playing} - rows.keys():
-            raise CoterieError(f"agents has {sorted(new)}, which possible_agents has not")
+            raise CoterieError(f"agents contains {sorted(new)}, which possible_agents does not")
         actions = {agent: self.choice(rows[agent]) for agent in self.env.playing}
         self._write_all(actions, *self.env.step(actions))
         self.restart = not self.env.playing

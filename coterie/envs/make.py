@@ -109,8 +109,12 @@ def _union(env_id: str, specs: list[Spec]) -> Spec:
 
 
 def env_edges(env: config.Env, atari: config.Atari) -> Declared:
-    """How the env's observations become arrays, and a policy's actions the env's. Of several tasks: the first one's."""
-    return _declared(replace(env, id=tasks(env.id)[0]), atari)
+    """How the env's observations become arrays, and a policy's actions the env's. Of several tasks: those of the one
+    with the most actions.
+    """
+    if len(several := tasks(env.id)) > 1:
+        atari = replace(atari, full_action_set=True)
+    return max((_declared(replace(env, id=task), atari) for task in several), key=lambda d: d.spec.action.sizes)
 
 
 def make_envs(

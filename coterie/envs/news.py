@@ -20,7 +20,7 @@ _LARGEST = 1e15  # a number beyond is not averaged
 
 class Means(dict[str, tuple[float, int]]):
     """By name: the sum of some values, and how many they are. Names beyond the first 200 are left out: each would be a
-    metric of the run, and an id or a seed in a name makes them without end.
+    metric of the run, and an id or a seed in a name would make new ones without limit.
     """
 
     def __init__(self, given: Mapping[str, tuple[float, int]] | None = None) -> None:
@@ -52,7 +52,7 @@ class Means(dict[str, tuple[float, int]]):
 
 
 class EnvNews(NamedTuple):
-    """Since the last one."""
+    """What the envs have reported since the last one."""
 
     failures: list[str]  # lines for the log, with tracebacks
     info: Means

@@ -243,7 +243,7 @@ def check_results(spec: Spec, batch: StepResults, n: int) -> None:
         if (shape := tuple(getattr(x, "shape", ()))) != (n, *row):
             raise ConfigError(f"{what} {name} has shape {shape}, not {(n, *row)}")
         if "int" in dtype and "float" in str(x.dtype):
-            raise ConfigError(f"{what} {name} has type {x.dtype}, and its space {dtype}")
+            raise ConfigError(f"{what} {name} has type {x.dtype}, but its space has {dtype}")
 
 
 def edge(backend: Backend, first: StepResults) -> Callable[[Any], Any]:

@@ -13,7 +13,6 @@ import contextlib
 import functools
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -29,7 +28,7 @@ from coterie.envs.backend import Backend, Declared, StepResults
 from coterie.envs.gym import describe, layout, open_gym, read_batch
 from coterie.parallel.clock import awake
 from coterie.parallel.shm import SharedArrays
-from coterie.parallel.signals import blocked_signals
+from coterie.parallel.signals import blocked_signals, name_of
 from coterie.types import Array, ConfigError, CoterieError
 
 _START_S = 60.0  # for a worker to start, on top of the time-out
@@ -90,8 +89,8 @@ class Process:
         try:
             code = self.popen.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
-            return "the kernel does not let it go"
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            return "killed, but still there"
+        return f"killed by {name_of(-code)}" if code < 0 else f"exit code {code}"
 
 
 class WorkerBackend(Backend):

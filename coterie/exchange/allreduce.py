@@ -40,7 +40,7 @@ from coterie.wire.tokens import own_token, scoped
 # The parent ends those that wait for a dead learner, and one that hangs: a time-out of NCCL's own would also pass while
 # the whole run is stopped.
 _FOREVER = timedelta(days=365)
-_BAD, _ROWS, _ORDER, _STOP, _LEARNERS, _LR, _JOIN, _BROKEN = range(8)  # places in the tail
+_BAD, _ROWS, _ORDER, _STOP, _LEARNERS, _LR, _JOIN, _BROKEN = range(_FLAGS := 8)  # places in the tail
 
 
 class AllReduce(Solo):
@@ -68,11 +68,9 @@ class AllReduce(Solo):
     def __enter__(self) -> AllReduce:
         if self.nccl:
             os.environ["NCCL_SOCKET_IFNAME"] = interface("127.0.0.1")  # or it takes the address of the host's name
-            try:
+            with self.waiting():
                 file, size = f"file://{self.rendezvous}", self.learners
                 dist.init_process_group("nccl", file, _FOREVER, size, self.rank)
-            except RuntimeError as error:
-                raise PeerLost(f"allreduce: no connection between the learners: {first_line(error)}") from error
         if self.across is not None:
             self._join()
         return self
@@ -142,11 +140,14 @@ class AllReduce(Solo):
             self._message(params, params.tail, False)
         self.sent = False
         if self.moments.size:
-            new = self.moments.read() - self.base
+            new = _with_flags(self.moments.read() - self.base)
+            flags = new[-_FLAGS:]
             self.add_up(new)
             if self.across is not None and not self.broken:
-                self._sum_across(self.across, new)
-            self.base += new
+                self._sum_across(self.across, new, flags)
+                self.broken = bool(flags[_BROKEN] > 0)
+                self.joins = self.joins or self.broken or bool(flags[_JOIN] > 0)
+            self.base += new[:-_FLAGS]
             self.moments.write(self.base)
         if self.joins and not self._leaves():
             self._join()
@@ -190,13 +191,12 @@ class AllReduce(Solo):
         self.add_up(given)
         return given
 
-    def _sum_across(self, across: MachineGroup, what: Tensor, tail: Tensor | None = None) -> None:
+    def _sum_across(self, across: MachineGroup, what: Tensor, tail: Tensor) -> None:
         """Sum over the machines. `tail` carries the flags for a failure and for a machine that joins or leaves."""
         if self.rank == 0:
             with self.waiting():
-                if tail is not None:
-                    tail[_JOIN] = float(across.requested() or self._leaves())
-                if not across.sum(what) and tail is not None:
+                tail[_JOIN] = float(across.requested() or self._leaves())
+                if not across.sum(what):
                     tail[_BROKEN] = 1
         what.copy_(self._spread(what))
 
@@ -220,12 +220,16 @@ class AllReduce(Solo):
         return {"allreduce/machines": self.across.size, "allreduce/updates_lost": self.lost_updates}
 
 
+def _with_flags(moments: Tensor) -> Tensor:
+    return torch.cat((moments, moments.new_zeros(_FLAGS)))
+
+
 def memory(setup: Setup) -> SharedArrays | None:
     """For the sums of a machine's learners: of gradients, and of what they take from another machine."""
     if setup.peers.learners == 1:
         return None
     state = setup.rule.state(setup.params.data).values()
-    return memory_for_sums(setup.peers.learners, [setup.params.bucket, setup.moments.read(), *state])
+    return memory_for_sums(setup.peers.learners, [setup.params.bucket, _with_flags(setup.moments.read()), *state])
 
 
 def address(config: Config) -> str:

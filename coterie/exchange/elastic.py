@@ -113,7 +113,7 @@ class MachineGroup:
         """Form a group with the connected machines; `state` becomes the one that all take."""
         self.closer = self.closer or SilentConnections(self.timing.silent)
         _given_up[:] = [one for one in _given_up if not one[1].is_completed()]
-        begin = awake()
+        begin, reported = awake(), ""
         at = ":".join(map(str, self.machine.address))
         self.broken, self.group = True, None
         while not self.ended() and not self.alone:
@@ -127,7 +127,9 @@ class MachineGroup:
                     self.client = None
             if awake() - begin > (patience := self.machine.patience):
                 raise CoterieError(f"allreduce: no group with the machine at {at} for {patience:g} s: {reason}")
-            self.report(f"allreduce: no group with the machine at {at} yet: {reason}")
+            if reason != reported:
+                self.report(f"allreduce: no group with the machine at {at} yet: {reason}")
+            reported = reason
             time.sleep(self.timing.poll)
 
     def _join(self, state: list[Tensor]) -> None:
@@ -193,11 +195,12 @@ class MachineGroup:
         except OSError as error:
             raise CoterieError(f"allreduce.bind: cannot listen at {host}:{port}: {error.strerror}") from None
         timeout = timedelta(seconds=self.timing.store)
-        self.store = TCPStore(
+        store = TCPStore(
             host, port, None, True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        signed = SignedStore(self.store, self.machine.token)
+        signed = SignedStore(store, self.machine.token)
         self.host = RendezvousHost(signed, self.machine, self.name, lambda line: self.report(line))
+        self.store = store  # now that nothing can fail any more: else the next attempt listens again
 
     def close(self, over: bool) -> None:
         """Leave, and report it to the others. `over`: for good."""

@@ -265,7 +265,9 @@ class Gossip(Solo):
 def mixing_matrices(config: Config, learners: int) -> list[Array]:
     """The matrices of this run's learners. Raises `ConfigError` where there are none."""
     if config.gossip.bind and learners >= MAX_REMOTE_LEARNERS:
-        raise ConfigError(f"gossip.bind: {learners} learners are too many: all runs may have {MAX_REMOTE_LEARNERS}")
+        raise ConfigError(
+            f"gossip.bind: {learners} learners are too many: all runs together may have {MAX_REMOTE_LEARNERS}"
+        )
     return matrices(config.gossip.topology, learners, config.gossip.peers)
 
 

@@ -142,10 +142,10 @@ class Relay:
         boxes, count = self.mailboxes, len(self.receives)
         present, learner = frame["present"], int(frame["learner"][0])
         if present[count:].any() or (frame["filled"][0] and not 0 <= learner < count):
-            raise Refused(f"it sends more than its {count} learners")
+            raise Refused(f"the other run sent a learner beyond its {count} learners")
         for name, most in _MOST.items():
             if not (np.abs(frame[name]) < most).all():  # nor a NaN
-                raise Refused(f"its {name} are not finite")
+                raise Refused(f"the other run sent {name} that are not finite")
         if frame["filled"][0]:
             boxes.write(self.receives[learner], frame["weights"][0], frame["moments"][0])
         boxes.present[self.receives] = present[:count]

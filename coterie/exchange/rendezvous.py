@@ -99,7 +99,7 @@ class RendezvousHost:
             while not self._closed.wait(self.timing.look):
                 self._look(time.monotonic())
         except Exception as error:  # waiting machines run into their time-out, and report it
-            self.report(f"allreduce: no more groups: {error!r}")
+            self.report(f"allreduce: the rendezvous failed, so no new group can form: {error!r}")
 
     def _look(self, now: float) -> None:
         self._read(now)
@@ -137,7 +137,7 @@ class RendezvousHost:
             request = Request(**json.loads(self.store.get(f"ticket/{number}")))
             request = replace(request, first=request.uid.partition(" ")[2] == self.name)
         except (TypeError, ValueError, AttributeError):
-            self._answer(number, {"refused": "the run there is of another version of Coterie"}, "")
+            self._answer(number, {"refused": "the listening run has another version of Coterie"}, "")
             return True
         others = (*self.members.values(), *(other for _, other in self.waiting.values()))
         twin = any(other.seed == request.seed and other.uid != request.uid for other in others)
@@ -145,9 +145,9 @@ class RendezvousHost:
             return False
         kind, reason = self.machine.kind, ""
         if request.kind != kind:
-            reason = f"the run there trains {kind}, this one {request.kind}: give both the same env and model"
+            reason = f"the listening run trains {kind}, this run {request.kind}: give both the same env and model"
         elif twin:
-            reason = f"a run with --seed {request.seed} is there and has the same episodes: give this one another seed"
+            reason = f"another machine has --seed {request.seed} and the same episodes: give this run another seed"
         if reason:
             self._answer(number, {"refused": reason}, request.nonce)
         else:
@@ -279,10 +279,11 @@ class RendezvousClient:
             self._to_break = 0
         if (request := self._request) is not None:
             self._request = None
-            self._number = number = store.add("tickets", 1)
-            store.set(f"ticket/{number}", json.dumps(asdict(request)))
-        if self._number and self.answer is None and store.check([f"call/{self._number}"]):
-            answer = json.loads(store.get(f"call/{self._number}"))
+            self._number = ticket = store.add("tickets", 1)
+            store.set(f"ticket/{ticket}", json.dumps(asdict(request)))
+        number = self._number  # which `ask` may reset meanwhile
+        if number and self.answer is None and store.check([f"call/{number}"]):
+            answer = json.loads(store.get(f"call/{number}"))
             if answer.pop("nonce") in (self._nonce, ""):
                 self.answer = answer
 

@@ -38,10 +38,6 @@ class Store(Solo):
             self.before = [{k: x.clone() for k, x in state.items()} for state in self.local]
             self._take_states()
 
-    def __enter__(self) -> Store:
-        self.staleness.snapshot()  # a resumed learner's steps are counted by now
-        return self
-
     def __exit__(self, *error: object) -> None:
         self.shared.close()
 

@@ -24,7 +24,7 @@ def beyond_its_steps(config: ResolvedConfig) -> str:
     rows = kind.unroll_length(config) * acting_kind(config).batch_size(config) * config.learners
     if rows <= config.steps:
         return ""
-    return f"steps: {config.steps:,} are fewer than a batch of rollouts has: the run ends after {rows:,} or more"
+    return f"steps: {config.steps:,} is less than one batch of rollouts: the run ends after {rows:,} or more"
 
 
 def check_run(config: ResolvedConfig, spec: Spec) -> None:

@@ -200,7 +200,8 @@ class Coordinator:
         if self.paused or not self.retries.are_due:
             return 0
         evaluates = self.config.eval.every and 0 in self.members and not self.board.stopping
-        scored = SAVE | EVALUATE if evaluates and self.ledger.env_steps >= self.next_eval else 0
+        what = SAVE if self.retries.began else SAVE | EVALUATE  # a disk that is full does not repeat an evaluation
+        scored = what if evaluates and self.ledger.env_steps >= self.next_eval else 0
         if self.idle:  # the last order is near
             return (scored or SAVE | LAST) if self.members <= self.idle else 0
         first = self.ledger.resumes == 0 and not self.board.sealed  # from here on there is something to resume from
@@ -279,8 +280,7 @@ class Coordinator:
         checkpoint.prune(self.root, self.config.log.keep)
         self.board.seal()
         if what & LAST:
-            self.digests = {rank: part.digest for rank, part in self.saved.items()}
-            self.over = True
+            self.digests, self.over = {rank: part.digest for rank, part in self.saved.items()}, True
         self.order, self.saved, self.scores = None, {}, None
         self.retries.succeed()
         self.last_checkpoint = time.monotonic()

@@ -36,7 +36,7 @@ class Placement:
         kind = exchange_kind(config)
         self.meeting = scratch_folder() if kind.in_lockstep and gpus_of(config) > 1 else None
         self.mixing = kind.mixing(config, self.learners)
-        model = make_model(config, spec) if tensors else first_model(config, spec, 0)
+        model = make_model(config, spec) if tensors else first_model(config, spec)
         if tensors:
             model.load_state_dict(tensors["model"])
         params, moments = FlatParams(model), normalizers(config, model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -29,7 +30,7 @@ class RestartBudget(Budget):
     def restart(self, reason: str) -> None:
         """Count one restart. Raises `CoterieError` with the reason for it when there is none left."""
         if not self.spend():
-            raise CoterieError(f"{reason}; {self.field} ({self.limit} in an hour) are used up")
+            raise CoterieError(f"{reason}; the limit of {self.limit} restarts in an hour ({self.field}) is reached")
 
 
 class BackOff:
@@ -41,7 +42,7 @@ class BackOff:
 
     def died(self, row: int) -> None:
         now = time.monotonic()
-        last, count = self._deaths.get(row, (now, 0))
+        last, count = self._deaths.get(row, (-math.inf, 0))
         count = count + 1 if now - last < _STABLE_S else 0
         self._deaths[row] = now, count
         self._at[row] = now + min(_LONGEST_S, 0.1 * 2**count)
@@ -132,6 +133,11 @@ class Retries:
     @property
     def are_due(self) -> bool:
         return awake() >= self._again
+
+    @property
+    def began(self) -> bool:
+        """Whether the last attempt failed."""
+        return self._count > 0
 
     def fail(self, reason: str) -> bool:
         """Wait, longer each time; returns whether the reason is another one than before. Raises `CoterieError` with it

@@ -154,7 +154,6 @@ def _go(
     starting.doing(f"loading {label(asked.env.id)}{data}")
     saved, state, line = _saved(asked, folder) if resumed else (None, None, "")
     config = resolve_config(asked)
-    line = line or beyond_its_steps(config)
     kind = exchange_kind(config)
     here = kind.one_learner and not acting_kind(config).apart
     if not here:
@@ -164,7 +163,7 @@ def _go(
     kept = replace(asked, learners=config.learners, actors=actors, env=config.env)
     spec = make_spec(config.env, config.atari)
     check_run(config, spec)
-    starting.notes += [line] * bool(line)
+    starting.notes += filter(None, [line or beyond_its_steps(config)])
     if asked.init_from and not resumed:
         config = replace(config, init_from=str(source_of(Path(asked.init_from))))  # for all: that run may still train
         starting.notes.append(begin_from(Path(config.init_from), make_model(config, spec)))
@@ -174,7 +173,8 @@ def _go(
     incarnation = 0 if state is None else state["life"] + 1
     starting.doing(f"{config.env.num_envs} envs" if here else "memory that the processes share")
     with ExitStack() as opened:  # closed where the run cannot start
-        learner = LearnerProcess(config, incarnation, ProcessContext(board=board, folder=folder)) if here else None
+        begins = replace(config, init_from="") if resumed else config
+        learner = LearnerProcess(begins, incarnation, ProcessContext(board=board, folder=folder)) if here else None
         if learner is not None:
             opened.callback(learner.close)
         kind.mixing(config, config.learners)  # a topology that cannot be read is refused before anything is written

@@ -123,9 +123,7 @@ class Supervisor:
         return self.learner_restarts.left <= 1 or (self.run.sealed or self.saved) is None
 
     def _is_starved(self) -> bool:
-        """When stopping: whether all learners have waited too long for rollouts that no process produces (one without
-        env hosts, and those that wait for its gradient), so no checkpoint is possible.
-        """
+        """Whether all learners of a run that stops have waited too long for rollouts that no process produces."""
         run, now = self.run, awake()
         if not run.board.stopping or run.over or run.idle or not run.board.all_blocked(run.members):
             self.waiting_since = now
@@ -275,7 +273,7 @@ class Supervisor:
         run, reason = self.run, f"{self._name(row)} {manner}"
         if not (run.board.closed and manner.endswith("exit code 0")):  # else it has left, and its counts stay
             run.ledger.lose_actor(row, self.group.actor_ended(row))
-        if not run.board.closed:
+        if not run.board.closed and not (run.board.stopping and manner.startswith("could not")):
             self.actor_restarts.restart(reason)
             run.writer.log(f"{reason}; it is restarted")
             self.back_off.died(row)
@@ -288,13 +286,15 @@ class Supervisor:
         self.starts.forget(range(self.group.learners, len(self.run.board.counts)))
         self.back_off.clear()
         end = awake() + _LEAVE_S
-        leaving = {self.children.pop(row): row for row in list(self.children) if row >= self.group.learners}
+        leaving = {child: row for row, child in self.children.items() if row >= self.group.learners}
         while leaving and awake() < end:
             for child, kind, content in listen(leaving, 0.1):
                 if kind == "acted":
                     self.run.take(leaving[child], content)
+                elif kind in ("error", "config"):
+                    self.run.writer.log(f"{self._name(leaving[child])}: {content[0]}")
                 elif kind == "end":
-                    self._actor_ended(leaving.pop(child), content)
+                    self._ended(leaving.pop(child), content)
         for child, row in leaving.items():
             child.kill()
-            self._actor_ended(row, "did not leave")
+            self._ended(row, "did not leave")

@@ -1,4 +1,4 @@
-"""The board: plain numbers in shared memory through which the processes of a run tell each other how far they are.
+"""The board: plain numbers in shared memory in which the processes of a run write their progress.
 
 Every number has one writer, so nothing is locked and no increment is lost when a process dies.
 """
@@ -130,7 +130,7 @@ class Board(InSharedMemory):
         self._order["number"], self._order["sealed"] = before._order["number"], before._order["sealed"]
 
     def meet(self, rank: int, timeout: float) -> None:
-        """Wait until every learner has arrived here as often as `rank`."""
+        """A barrier for all learners."""
         self._arrivals[rank] += 1
         end = awake() + timeout
         while self._arrivals.min() < self._arrivals[rank]:
@@ -140,7 +140,7 @@ class Board(InSharedMemory):
 
     @contextmanager
     def blocked(self, row: int) -> Iterator[None]:
-        """While a process waits for others it is not the one that hangs."""
+        """Meanwhile this process waits for others, and does not count as hung."""
         self._blocked[row] = 1
         try:
             yield

@@ -171,7 +171,7 @@ class Graphed(Generic[T]):
                     return None, None
                 torch.cuda.empty_cache()  # the plain calls' memory
             except RuntimeError as error:
-                raise CoterieError(f"graphs: recording failed ({first_line(error)}); set it to False") from error
+                raise CoterieError(f"graphs: recording failed ({first_line(error)}); give --graphs False") from error
         made = None if run is None else _Recording(run, kept[0])
         return (None if results is None else list(kept)), made
 

@@ -1,4 +1,4 @@
-"""A second process beside a run of one process: it ends the run where foreign code holds the interpreter, since no
+"""A second process beside a run of one process: it ends the run where native code holds Python's lock (GIL), since no
 thread of Python can do that then. It ends with its input, and loads little.
 """
 
@@ -56,8 +56,10 @@ def main(pid: int, limit: float, folder: str) -> None:
         now = time.monotonic()
         silent = 0.0 if ready else silent + min(now - last, 2.0) * _runs(pid)  # and this process may have been stopped
         last = now
-    line = f"coterie: no sign of life for {silent:.0f} s (log.stall): foreign code holds the interpreter. It is ended"
-    print(f"{line}; go on with: coterie resume {quote(folder)}", file=sys.stderr, flush=True)
+    line = (
+        f"coterie: no sign of life for {silent:.0f} s (log.stall): native code holds Python's lock (GIL). It is killed"
+    )
+    print(f"{line}; resume it with: coterie resume {quote(folder)}", file=sys.stderr, flush=True)
     os.kill(pid, signal.SIGABRT)
     if not select.select([0], [], [], _TRACE_S)[0]:
         os.kill(pid, signal.SIGKILL)

@@ -21,7 +21,7 @@ _STOPPED = {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_DIS
 @contextmanager
 def shown_alive(board: Board, row: int, limit: float) -> Iterator[None]:
     """Meanwhile a thread shows that this process is alive, which is less than that it makes progress. A wait in C (a
-    collective, a lock) does not stop that thread, foreign code that holds the interpreter does. `limit`: of `stalled`.
+    collective, a lock) does not stop that thread, native code that holds the GIL does. `limit`: of `stalled`.
     """
     ended = threading.Event()
 

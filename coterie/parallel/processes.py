@@ -19,7 +19,6 @@ import socket
 import sys
 import tempfile
 import threading
-import time
 import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,7 +29,8 @@ from typing import Any, cast
 
 import psutil
 
-from coterie.parallel.signals import HANDLED, end_with_parent, ignore_signals
+from coterie.parallel.clock import awake
+from coterie.parallel.signals import HANDLED, end_with_parent, ignore_signals, name_of
 from coterie.types import ConfigError, CoterieError, one_line
 
 _END_S = 5.0  # for a child whose socket has closed to end
@@ -119,10 +119,11 @@ class Child:
         if self.process.is_alive():
             self.process.kill()
             self.process.join(_END_S)  # the kernel may not let it go: a disk that does not answer
-        code = self.process.exitcode or 0
+        if (code := self.process.exitcode) is None:
+            return "was killed, but is still there"
         if code == -signal.SIGKILL:
             return "was killed by SIGKILL (the kernel does so when memory runs out)"
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"was killed by {name_of(-code)}" if code < 0 else f"ended with exit code {code}"
 
     def messages(self) -> Iterator[tuple[str, Any]]:
         """The messages that have arrived whole. Never blocks: a child may be stopped in the middle of one."""
@@ -158,9 +159,9 @@ def gather(children: Sequence[Child], within: float, others: Sequence[Child] = (
     Raises `CoterieError` with the first failure of any of them, or where a result takes longer than `within` seconds.
     """
     results: dict[str, Any] = {}
-    end = time.monotonic() + within
+    end = awake() + within
     while len(results) < len(children):
-        if time.monotonic() > end:
+        if awake() > end:
             late = ", ".join(child.name for child in children if child.name not in results)
             raise CoterieError(f"{late}: no result within {within:.0f} s")
         for child, kind, content in listen([c for c in (*children, *others) if c.name not in results], 0.5):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)  # before a fork
@@ -57,9 +57,16 @@ def ignore_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)  # for the processes that an env starts
 
 
+def name_of(number: int) -> str:
+    """A signal's name; real-time signals have none."""
+    with suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
+
+
 def end_with_parent(grace: bool) -> None:
     """Have the kernel end this process when the thread that started it has ended, on Linux: a thread of Python that
-    watches the parent does not run while foreign code holds the interpreter. `grace`: it has twelve seconds to end.
+    watches the parent does not run while native code holds Python's lock (GIL). `grace`: it has twelve seconds to end.
     """
     libc = _LIBC
     if not hasattr(libc, "prctl"):

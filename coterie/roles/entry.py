@@ -37,7 +37,7 @@ from coterie.types import CoterieError, Post, Rollout, reason_of
 
 RESCUE_S = 4.0  # for the others to save what they have learned when a learner is gone
 _REPORT_S = 0.25  # between two reports of a learner
-_KEEP_SHARE = 0.05  # most of the time that goes into keeping the weights, once with each report
+_KEEP_SHARE = 0.05  # most of a learner's time that may go into copying its weights for the parent, with each report
 _GAUGES_S = 0.25  # least seconds between two readings of the gauges: some are slow to read
 
 
@@ -82,7 +82,8 @@ def learner_process(post: Post, config: ResolvedConfig, folder: Path, context: P
     descriptors()  # between machines Gloo takes connections without a limit
     with ExitStack() as opened:
         opened.enter_context(shown_alive(context.board, context.rank, config.log.stall))
-        learner = LearnerProcess(config, start.incarnation, replace(context, folder=folder))
+        begins = config if start.saved is None else replace(config, init_from="")
+        learner = LearnerProcess(begins, start.incarnation, replace(context, folder=folder))
         opened.callback(learner.close)
         if start.saved is not None:
             alike = exchange_kind(config).in_lockstep  # a disk that does not answer: this process hangs, others go on
@@ -189,7 +190,7 @@ class Service:
             self.report()
         self.callbacks.after_rollout()
         order, stop = learner.exchange.agree(self.has_order, self.board.stopping)
-        if order:
+        if order and self.has_order:  # one that started later than the others may have carried it out at its start
             self.execute_order()
         self.trained = stop or learner.exchange.env_steps >= learner.config.steps
         return self.trained

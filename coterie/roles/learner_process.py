@@ -80,7 +80,7 @@ class LearnerProcess:
         config, context = self.config, self.context
         size = self.resources.torch_threads if config.model.compile == "none" else 1
         resources = self.resources = replace(self.resources, team=made.enter_context(closing(Team(size))))
-        self.model = first_model(config, self.spec, incarnation).to(resources.device)
+        self.model = first_model(config, self.spec).to(resources.device)
         self.params = FlatParams(self.model)
         self.algorithm = make_algorithm(config, self.spec, resources, context.rank)
         made.callback(self.algorithm.close)
@@ -229,7 +229,7 @@ class LearnerProcess:
         outliers = []
         if (count := self._outliers) and not self._outliers_said:
             self._outliers_said = True
-            outliers = [f"{counted(count, 'observation')} far from the mean: its normalizer does not count it as it is"]
+            outliers = [f"{counted(count, 'observation')} far from the mean: clamped or left out by the normalizer"]
         warnings = [line] if (line := self.algorithm.warning()) else []
         return EnvNews(failures + clients + outliers + warnings, info)
 

@@ -24,8 +24,7 @@ class LifeRecord:
     def __init__(self, config: ResolvedConfig, context: ProcessContext, life: int) -> None:
         every, steps = config.log.digest_every, config.steps  # which a resumed run may have others of
         self.header: dict[str, Any] = {"learner": context.rank, "life": life, "steps": steps, "digest_every": every}
-        if life == 0:  # a later one begins with a checkpoint of the run
-            self.header["init_from"] = config.init_from
+        self.header["init_from"] = config.init_from
         self.recorder: FlightRecorder | None = None
         if context.folder is not None and config.log.flight:
             self.recorder = FlightRecorder(path_of(context.folder, context.rank, life), self._whole)

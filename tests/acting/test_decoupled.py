@@ -77,6 +77,12 @@ def test_weights_are_published_every_n_learner_steps():
         assert seen == [0] * 5 + [5] * 5 + [10] * 2
 
 
+def test_a_learner_waits_for_no_more_rollouts_once_the_run_stops():
+    with crewed(config(**{"env.delay": 60.0})) as learner:
+        learner.context.board.stop()
+        assert next(learner.acting.rollouts(lambda: None), None) is None
+
+
 def test_decoupled_acting_without_rollouts_ends_with_a_reason():
     with crewed(config()) as learner:
         learner.acting.setup = replace(learner.acting.setup, timeout=0.3)

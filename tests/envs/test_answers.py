@@ -17,19 +17,19 @@ from tests.envs.env_harness import make, play
 BOX, BYTES = spaces.Box(-1, 1, (3,), np.float32), spaces.Box(0, 255, (2, 2, 3), np.uint8)
 FINE = np.zeros(3, np.float32)
 CASES = {
-    "shape": (BOX, 0.5, 0.0, r"the observation has shape \(\), and its space \(3,\)"),
-    "one number": (BOX, np.array([0.5]), 0.0, r"the observation has shape \(1,\), and its space \(3,\)"),
-    "more numbers": (BOX, np.zeros(4), 0.0, r"the observation has shape \(4,\), and its space \(3,\)"),
-    "image": (BYTES, np.zeros((2, 2, 1), np.uint8), 0.0, r"has shape \(2, 2, 1\), and its space \(2, 2, 3\)"),
+    "shape": (BOX, 0.5, 0.0, r"the observation has shape \(\), but its space has \(3,\)"),
+    "one number": (BOX, np.array([0.5]), 0.0, r"the observation has shape \(1,\), but its space has \(3,\)"),
+    "more numbers": (BOX, np.zeros(4), 0.0, r"the observation has shape \(4,\), but its space has \(3,\)"),
+    "image": (BYTES, np.zeros((2, 2, 1), np.uint8), 0.0, r"has shape \(2, 2, 1\), but its space has \(2, 2, 3\)"),
     "floats for bytes": (BYTES, np.full((2, 2, 3), 0.5), 0.0, "numbers that its space's uint8 cannot hold: 0.5 to 0.5"),
     "large for bytes": (BYTES, np.full((2, 2, 3), 1000), 0.0, "its space's uint8 cannot hold: 1000 to 1000"),
     "discrete": (spaces.Discrete(4), 7, 0.0, r"is not in its space: ValueError: 7 is no integer from 0 to 3"),
-    "several for one": (spaces.Discrete(4), np.array([1, 2]), 0.0, r"has shape \(2,\), and its space \(\)"),
+    "several for one": (spaces.Discrete(4), np.array([1, 2]), 0.0, r"has shape \(2,\), but its space has \(\)"),
     "one for several": (
         spaces.Box(-1, 1, (3,), np.float64),
         np.ones(1),
         0.0,
-        r"has shape \(1,\), and its space \(3,\)",
+        r"has shape \(1,\), but its space has \(3,\)",
     ),
     "large for bits": (spaces.MultiBinary(2), np.array([256, 0]), 0.0, "its space's int8 cannot hold: 0 to 256"),
     "halves for bits": (spaces.MultiBinary(2), np.array([0.5, 0]), 0.0, "its space's int8 cannot hold: 0.0 to 0.5"),

@@ -10,7 +10,7 @@ import pytest
 from coterie.build.evaluate import Scores
 from coterie.cli.main import main
 from coterie.config import Atari, Env
-from coterie.envs.make import _union, make_spec
+from coterie.envs.make import _union, env_edges, make_spec
 from coterie.envs.tasks import are_normalized, child_env, overall
 from coterie.runs.metrics import read_metrics
 from coterie.types import ActionSpec, ConfigError, ObsSpec, Spec
@@ -89,8 +89,9 @@ def test_each_learner_has_actors_of_each_task(both, learners, actors):
 
 
 def test_atari_tasks_share_the_full_action_set():
-    spec = make_spec(Env(id="Pong-v5, Breakout-v5"), Atari())
-    assert spec.action.sizes == (18,)
+    env = Env(id="Pong-v5, Breakout-v5")
+    spec = make_spec(env, Atari())
+    assert env_edges(env, Atari()).actions.spec.sizes == spec.action.sizes == (18,)
     assert spec.env_id == "Pong-v5, Breakout-v5"
 
 

@@ -150,7 +150,8 @@ def test_agents_must_have_the_same_spaces() -> None:
 
 
 def test_the_number_of_agents_is_rounded_up_for_presets_and_refused_otherwise() -> None:
-    assert presets.ppo(env=CROWD).env.num_envs == presets.make("gala-ppo", env=CROWD).env.num_envs == 18  # of 16
+    assert presets.ppo(env=CROWD).env.num_envs == 18  # of 16
+    assert presets.make("gala-ppo", env=CROWD).env.num_envs == 9  # of 8
     assert resolve_config(presets.impala(env=CROWD, learners=1), 4).env.num_envs % 3 == 0
     for changes, near in [({}, "15 or 18"), ({"env.groups": 2}, "12 or 18"), ({"env.num_envs": 2}, "3")]:
         bad = resolve_config(presets.ppo(env=CROWD, learners=1, **{"env.num_envs": 16, **changes}))
@@ -196,7 +197,7 @@ def test_agents_with_one_policy_learn_what_takes_two(tmp_path: Path) -> None:
 def test_check_env_runs_the_test_of_pettingzoo_besides_its_own() -> None:
     assert "return the exact same space object" in check_env(CROWD)[0]
     assert check_env(CROWD, kwargs='{"how": "nan", "at": 2}')[0] == "reward: nan; a run replaces an env that gives it"
-    assert check_env(lambda: Crowd(how="new", at=2))[0] == "agents has ['x'], which possible_agents has not"
+    assert check_env(lambda: Crowd(how="new", at=2))[0] == "agents contains ['x'], which possible_agents does not"
     assert check_env(lambda: Crowd(mask="info")) == []
     assert check_env("pettingzoo/classic/rps_v2", steps=20) == []
 

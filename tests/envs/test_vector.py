@@ -194,7 +194,7 @@ def test_what_cannot_work_is_one_line(options: dict[str, Any], says: str) -> Non
         ("later", r"observation has shape \(3, 1\), not \(3, 2\)"),
         ("reward", r"reward has shape \(3, 1\), not \(3,\)"),
         ("flags", r"terminated has shape \(3, 1\), not \(3,\)"),
-        ("bytes", "observation has type .*float32, and its space uint8"),
+        ("bytes", "observation has type .*float32, but its space has uint8"),
         ("a value", r"step must return \(observation, reward, terminated, truncated, info\), not 4 values"),
     ],
 )

@@ -111,8 +111,8 @@ def test_a_machine_with_another_task_or_the_same_seed_is_refused(machine):
     machines = [machine(1, machines=2), machine(2)]
     train(machines, 2)
     for number, kind, reason in (
-        (3, "other", "allreduce.connect: the run there trains it, this one other"),
-        (2, "it", "a run with --seed 2 is there"),
+        (3, "other", "allreduce.connect: the listening run trains it, this run other"),
+        (2, "it", "another machine has --seed 2 and the same episodes"),
     ):
         stranger = machine(number, kind=kind, name=f"stranger {number}")
         wait_until(lambda stranger=stranger: stranger.error is not None, what="it is refused")

@@ -6,7 +6,7 @@ import math
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -36,19 +36,19 @@ def run(tmp_path: Path) -> Iterator[Coordinator]:
     config = make_config(learners=2, steps=100_000, **{"eval.every": 1000, "log.tensorboard": False, "log.every": 1e9})
     run = Coordinator(config, tmp_path, VECTOR, Board(2), state=None, quiet=True)
     run.poll()
-    for rank in range(2):
-        save(run, rank, 0)
+    save(run, 0)
     assert run.order is None
     yield run
     run.writer.close()
 
 
-def save(run: Coordinator, rank: int, learned: int) -> None:
-    """What a learner does to obey."""
+def save(run: Coordinator, learned: int, ranks: Sequence[int] = (0, 1)) -> None:
+    """What learners do to obey."""
     draft = checkpoint.draft_path(run.root, f"order_{run.order}")
-    checkpoint.write(draft, {f"learner_{rank}/model": {"w": torch.zeros(2)}})
-    counts = {**run.board.read(rank), "learned": learned}
-    run.receive(rank, "saved", Saved(run.order or 0, counts, "x"))
+    for rank in ranks:
+        checkpoint.write(draft, {f"learner_{rank}/model": {"w": torch.zeros(2)}})
+        counts = {**run.board.read(rank), "learned": learned}
+        run.receive(rank, "saved", Saved(run.order or 0, counts, "x"))
 
 
 def scores(run: Coordinator, mean: float, order: int) -> None:
@@ -72,8 +72,8 @@ def test_an_evaluation_is_due_once_for_each_stretch_of_steps(run: Coordinator) -
     learn(run, 1600)  # 3,200 of both: it was due at 1,000
     assert run.board.order[1] == SAVE | EVALUATE
     scores(run, 5.0, run.board.order[0])
-    save(run, 0, 1600)
-    save(run, 1, 1600)
+    save(run, 1600, [0])
+    save(run, 1600, [1])
     assert run.order is None
     assert evaluations(run) == [5.0]
     assert run.next_eval == 4000
@@ -87,8 +87,7 @@ def test_the_evaluation_that_falls_due_at_the_end_is_made_before_the_last_order(
     learn(run, 600)
     run.receive(0, "idle", None)
     scores(run, 5.0, run.board.order[0])
-    for rank in range(2):
-        save(run, rank, 600)
+    save(run, 600)
     assert (evaluations(run), run.board.order[1]) == ([5.0], SAVE | LAST)
 
 
@@ -102,8 +101,8 @@ def test_an_evaluation_whose_learner_dies_is_made_again_and_its_late_score_is_no
     assert evaluations(run) == []
     assert run.ledger.last_eval == {}
     scores(run, 7.0, first + 1)
-    save(run, 0, 600)
-    save(run, 1, 600)
+    save(run, 600, [0])
+    save(run, 600, [1])
     assert evaluations(run) == [7.0]
     assert checkpoint.best(run.root)[1] == 7.0
 
@@ -113,8 +112,7 @@ def test_a_group_that_goes_back_takes_its_counts_and_episodes_back(run: Coordina
     run.last_checkpoint = -1e9
     run.poll()
     run.receive(0, "report", REPORT._replace(episodes=[(1.0, 10, 0)]))
-    for rank in range(2):
-        save(run, rank, 400)
+    save(run, 400)
     path = checkpoint.latest(run.root)
     assert path is not None
     state = checkpoint.load(path)[1]
@@ -158,13 +156,13 @@ def test_a_checkpoint_that_cannot_be_written_is_ordered_again_later(run: Coordin
         waits.append(now[0] - begin)
     assert waits == sorted(waits)
     assert waits[-1] > 4 * waits[0]
-    assert run.board.order == ((first or 0) + 4, SAVE | EVALUATE)
+    assert run.board.order == ((first or 0) + 4, SAVE), "a retry does not repeat the evaluation"
     run.receive(1, "unsaved", (first, "a late answer to an order that was given up"))
     assert run.order is not None
-    scores(run, 5.0, run.order)
-    for rank in range(2):
-        save(run, rank, 600)
+    save(run, 600)
     assert checkpoint.latest(run.root) == run.root / f"step_{1200:012d}"
+    learn(run, 600)
+    assert run.board.order == ((first or 0) + 5, SAVE | EVALUATE), "it is due once a checkpoint is complete"
     log = (run.folder / "log.txt").read_text()
     assert log.count("the disk is full; training goes on, and it is tried again") == 1
 
@@ -180,8 +178,7 @@ def test_a_run_whose_folder_is_moved_away_goes_on_and_saves_when_it_is_back(run:
     away.rename(run.folder)
     now[0] += 60
     run.poll()
-    for rank in range(2):
-        save(run, rank, 50)
+    save(run, 50)
     assert checkpoint.latest(run.root) == run.root / f"step_{100:012d}"
 
 
@@ -224,7 +221,7 @@ def test_an_order_that_a_learner_does_not_answer_is_given_up_and_given_again(
     run.poll()
     assert run.order == first, "an evaluation may take long"
     scores(run, 5.0, first or 0)
-    save(run, 0, 600)
+    save(run, 600, [0])
     now[0] += run.config.log.stall + 1
     run.poll()
     assert run.order is None
@@ -243,10 +240,13 @@ def test_an_evaluation_of_which_all_messages_are_lost_is_made_again(run: Coordin
     assert run.order is None
     now[0] += 60
     run.poll()
-    assert run.board.order == (first + 1, SAVE | EVALUATE)
+    assert run.board.order == (first + 1, SAVE), "a checkpoint first"
+    save(run, 600)
+    learn(run, 600)
+    assert run.board.order == (first + 2, SAVE | EVALUATE)
     now[0] += 10 * run.config.log.stall
     run.poll()
-    assert run.order == first + 1, "this one may take long, too"
+    assert run.order == first + 2, "this one may take long, too"
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def test_without_restarts_a_killed_process_ends_the_run(capsys, meddler, options
     assert meddler.run(options(meddler.out, exchange, **{**ENDLESS, field: 0}), kill) == 1
     line, reason = last_line(capsys), f"{name} was killed by SIGSEGV"
     assert reason in line
-    assert f"{field} (0 in an hour) are used up" in line
+    assert f"the limit of 0 restarts in an hour ({field}) is reached" in line
     assert reason in read_summary(meddler.out)["reason"]
     assert check_rows(meddler.out)["status"] == "failed"
     last_checkpoint(meddler.out)

@@ -39,7 +39,9 @@ def test_a_run_of_one_process_that_freezes_ends_and_says_where_it_was(command, t
     run = command(inline_options, "solo", **changes)
     run.end(code=-signal.SIGABRT)
     text = run.text()
-    assert re.search(r"coterie: no sign of life for \d+ s \(log\.stall\): foreign code holds the interpreter", text)
+    assert re.search(
+        r"coterie: no sign of life for \d+ s \(log\.stall\): native code holds Python's lock \(GIL\)", text
+    )
     assert f"coterie resume {run.out}" in text
     assert re.search(r'File ".*frozen\.py", line \d+ in forward', text)
     wait_until(lambda: not run.processes(), 30, "all are gone")

@@ -93,7 +93,7 @@ def test_shared_weights_and_normalizers_begin_as_those_of_init_from(tmp_path, ex
         tensor.fill_(7.0)
     save_checkpoint(tmp_path / "checkpoints", 0, {"learner_0/model": dict(old.state_dict())}, {})
     placement = Placement(config, spec)
-    model = first_model(config, spec, 0)
+    model = first_model(config, spec)
     for name, first in (("moments", normalizers(config, model).read()), ("data", FlatParams(model).data)):
         assert 7.0 in first
         assert np.array_equal(placement.memory.arrays[name], first), name

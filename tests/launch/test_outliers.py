@@ -20,5 +20,5 @@ def test_a_clamped_observation_is_counted_and_said_once(tmp_path, acting):
     assert [line["normalizer/clamped"] for line in read_metrics(out)][-1] == 1
     said = [line for line in (out / "log.txt").read_text().splitlines() if "far from the mean" in line]
     assert [line.partition(" 1 ")[2] for line in said] == [
-        "observation far from the mean: its normalizer does not count it as it is"
+        "observation far from the mean: clamped or left out by the normalizer"
     ]

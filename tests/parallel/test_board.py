@@ -134,7 +134,7 @@ def test_a_blocked_process_is_not_the_one_that_hangs():
 
 
 def wait_for_others(post: Post, board: Board, row: int, how: str) -> None:
-    """For ever; where it is `held`, foreign code holds the interpreter."""
+    """For ever; where it is `held`, native code holds Python's lock (GIL)."""
     with shown_alive(board, row, 4.0), board.blocked(row):
         post("waits", None)
         if how == "held":

@@ -134,7 +134,7 @@ def test_a_recording_that_fails_names_the_setting():
     graphed, x = Graphed(recordable(lambda x: x + 1), failing), torch.zeros(2)
     graphed(x)
     graphed(x)
-    with pytest.raises(CoterieError, match=r"graphs: recording failed \(operation not permitted.*set it to False"):
+    with pytest.raises(CoterieError, match=r"graphs: recording failed \(operation not permitted.*give --graphs False"):
         graphed(x)
 
 

@@ -67,6 +67,16 @@ def send_much(post) -> None:
     post("small", None)
 
 
+def idle(post) -> None:
+    time.sleep(60)
+
+
+def test_a_signal_without_a_name_is_a_number():
+    child = Child("test", available_cores(), idle, ())
+    os.kill(child.process.pid, signal.SIGRTMIN + 1)
+    assert child.end() == f"was killed by signal {signal.SIGRTMIN + 1}"
+
+
 def test_a_child_that_stops_in_the_middle_of_a_message_does_not_block_its_parent():
     child, received = Child("test", available_cores(), send_much, ()), list[tuple[str, object]]()
     try:

@@ -232,12 +232,12 @@ def test_moments_and_weights_of_several_runs_are_averaged_alike():
 @pytest.mark.parametrize(
     ("name", "at", "value", "reason"),
     [
-        ("weights", (0, 0), np.nan, "its weights are not finite"),
-        ("weights", (0, 0), -1e20, "its weights are not finite"),
-        ("moments", (0, 0), np.inf, "its moments are not finite"),
-        ("present", 2, True, "it sends more than its 2 learners"),
-        ("learner", 0, 2, "it sends more than its 2 learners"),
-        ("learner", 0, -1, "it sends more than its 2 learners"),
+        ("weights", (0, 0), np.nan, "the other run sent weights that are not finite"),
+        ("weights", (0, 0), -1e20, "the other run sent weights that are not finite"),
+        ("moments", (0, 0), np.inf, "the other run sent moments that are not finite"),
+        ("present", 2, True, "the other run sent a learner beyond its 2 learners"),
+        ("learner", 0, 2, "the other run sent a learner beyond its 2 learners"),
+        ("learner", 0, -1, "the other run sent a learner beyond its 2 learners"),
     ],
 )
 def test_a_frame_that_cannot_be_is_refused_and_changes_nothing(name, at, value, reason):

@@ -61,7 +61,7 @@ def serve(tmp_path) -> Iterator[Serve]:
         (run_env_host, {"unroll_length": 0}, "algo.unroll_length: 0 must be at least 1"),
         (run_env_host, {"env_id": "Acrobot-v1"}, "the run's envs are Acrobot-v1, not CartPole-v1"),
         (run_actor, {"env": {"max_episode_steps": "x"}}, "env.max_episode_steps: 'x' is not an integer"),
-        (run_actor, {"config": 3}, "the run's config: config: 3 is not an object"),
+        (run_actor, {"config": 3}, "the run's config: config: 3 is not a table of settings"),
         # Code from the other machine.
         (
             run_actor,

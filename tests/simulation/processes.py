@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from coterie.acting.actor import ActorMailbox
-from coterie.acting.base import Stopped
-from coterie.acting.child_processes import WorkerReport
+from coterie.acting.base import Stopped, WorkerSetup
+from coterie.acting.child_processes import WorkerReport, check
 from coterie.build.factory import ProcessContext, exchange_setup, make_model, normalizers
 from coterie.config import ResolvedConfig
 from coterie.envs.news import EnvNews, Means
@@ -266,6 +266,8 @@ def act(
     mailbox = ActorMailbox.__new__(ActorMailbox)
     mailbox.slots, mailbox.weights = cast(Any, context.acting).slots, cast(Any, context.acting).weights
     mailbox.board, mailbox.row, mailbox.number = context.board, row, number
+    none = cast(Any, None)
+    mailbox.check = partial(check, WorkerSetup(none, none, context.board, context.rank, number, row, 1e9))
     mailbox.life = mailbox.filled = 0
     mailbox.learner, mailbox.timeout, mailbox.stages, mailbox.recorders = context.rank, 1e9, Stages(), defaultdict()
     counts = context.board.counts[row]
