@@ -29,8 +29,9 @@ Each figure has a claim of its paper, and a verdict on it: `agrees`, `differs` o
 The rule was written on 25 November 2026, before the runs that it is applied to. A check of a claim compares two sides
 on one environment. It holds if each side has at least three runs and every run of the one side is better than every
 run of the other, which happens by chance once in 20 with three runs a side; it is reversed if the same is true the
-other way round. A figure agrees if all its checks hold, and differs if any is reversed.
-[The guide](../guides/reproduce.md#verdicts) has the details.
+other way round. A figure agrees if all its checks hold, and differs if any is reversed. Where an environment only
+stands in for the paper's, that is about the direction on the stand-in: it neither confirms nor refutes a claim about
+49 Atari games. [The guide](../guides/reproduce.md#verdicts) has the details.
 
 Of all runs the repository has the numbers in the tables, not the curves.
 
@@ -89,8 +90,9 @@ def anchor(title: str) -> str:
 def summary(sections: dict[str, str]) -> str:
     """The counts, and a table with a row for each figure: its verdict, what was trained and for how long."""
     verdicts = {name: verdict(sections[name]) if name in sections else "undecided (not made)" for name in FIGURES}
-    counts = Counter(text.split()[0] for text in verdicts.values())
-    said = ", ".join(f"{word} {counts[word]}" for word in WORDS)
+    ours = [name for name in FIGURES if name.startswith("staleness")]
+    said = f"{counted([v for name, v in verdicts.items() if name not in ours])}; ours: "
+    said += f"{counted([verdicts[name] for name in ours])}"
     said += f". {sum(not f.checks for f in FIGURES.values())} have no check, and their claims say why"
     rows = ["| figure | verdict | shows | envs | budget, size of each run | seeds | training |", "|---" * 7 + "|"]
     for name in sorted(FIGURES, key=lambda name: WORDS.index(verdicts[name].split()[0])):
@@ -115,7 +117,12 @@ def summary(sections: dict[str, str]) -> str:
             took[1] if took else "",
         ]
         rows.append(f"| {' | '.join(cells)} |")
-    return f"**{len(FIGURES)} figures: {said}.**\n\n" + "\n".join(rows) + "\n"
+    return f"**Figures and tables of the papers: {said}.**\n\n" + "\n".join(rows) + "\n"
+
+
+def counted(verdicts: list[str]) -> str:
+    counts = Counter(text.split()[0] for text in verdicts)
+    return f"{len(verdicts)}, of which " + ", ".join(f"{word} {counts[word]}" for word in WORDS if counts[word])
 
 
 def main() -> None:

@@ -34,13 +34,15 @@ CONDITIONS = """## Conditions
 - Curves: mean over seeds and its 95% interval, up to the end of the first seed that was done. *In italics*: a run that
   is under way, with the return of its last 100 training episodes.
 - Seconds: median wall-clock of training at idle priority on one or two cores, beside other work that differed from run
-  to run, and some runs were paused: an upper bound. What was reached in the same time compares as loosely; speeds under
-  equal conditions are [on another page](../benchmarks/speed.md). Machine: cores and processor, from 25 November 2026 on.
+  to run, and some runs were paused: an upper bound. What was reached in the same time compares as loosely; speeds
+  under equal conditions are [on another page](../benchmarks/speed.md). Machine: cores and processor, from 25 November
+  2026 on.
 - Coterie: EnvPool, fp32 for vectors, the learners, actors and envs that a preset has on two cores, and but for the
   group "Memory" the preset's defaults. On MountainCar `a3c` repeats each action six times, and `dqn`, `rainbow` and
   `seed-r2d2` four times; a repeated action counts as one env step.
 - Rows of `sb3_league.py`: Stable-Baselines3 with its library defaults and one gymnasium env, not tuned for the task.
-  Coterie's presets have settings of our own for vectors, so this does not compare the two implementations.
+  Coterie's presets have settings of our own for vectors, so this does not compare the two implementations. SAC has the
+  same hyperparameters in both, but starts to train after 10,000 env steps in Coterie, after 100 there.
 - No run was steered. The budgets of `gala-ppo` and `ppo-paper` on Pong were raised after runs of 3M env steps had ended
   at 4.9 and 17.2, and that of `appo` with them. Trained again after their defaults had changed: `dqn` on CartPole
   (before: 393), `ppo` on MountainCar (-138), `dqn` and `rainbow` on MountainCar (-148 and -100), `gala-ppo` on vectors

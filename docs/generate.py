@@ -20,11 +20,12 @@ from coterie.cli.listing import PAPERS
 from coterie.cli.options import comments, possible
 from coterie.config import Atari, Config, Env, Range
 from coterie.envs.make import make_spec
-from coterie.presets.common import flat
+from coterie.presets.common import Family, flat
 from coterie.runs.config_io import fields, get, plain, replace
 
 REFERENCE = Path(__file__).parent / "reference"
 FAMILIES = {"Atari": "Breakout-v5", "vectors": "LunarLander-v3", "MuJoCo": "Hopper-v5"}
+KINDS: dict[str, Family] = {"Atari": "images", "vectors": "vectors", "MuJoCo": "continuous control"}
 # Environments with settings of their own in a preset.
 MOUNTAIN_CAR, DMLAB = {"MountainCar": "MountainCar-v0"}, {"DMLab": "dmlab/rooms_watermaze"}
 LANDER = {"LunarLander, continuous": "LunarLanderContinuous-v3"}
@@ -33,6 +34,7 @@ MORE |= {
     "a3c": MOUNTAIN_CAR,
     "a3c-paper": MOUNTAIN_CAR,
     "impala": DMLAB | LANDER,
+    "impala-paper": DMLAB,
     "impala-deep": DMLAB,
     "seed-vtrace": DMLAB | LANDER,
 }
@@ -70,9 +72,9 @@ comparison with other values is recorded. A value without a source is the defaul
 {NOTE}
 ## Ours, or the paper's
 
-Env steps of a run by default, in millions. **Bold**: the preset has the settings of its paper, which need this budget
-or a larger one, and a run says so at its start. The others have our settings, for a few cores;
-[the league](../results/league.md) has what they learned.
+Env steps of a run by default, in millions. **Bold**: set up as in a paper, or nearly so, for this budget or a larger
+one. The others have our settings, for a few cores: [the league](../results/league.md) has what they learned, and those
+*in italics* have not been shown to learn such environments with their defaults. At its start a run says which it is.
 """
 
 GIVEN = ("Policy", "Run")  # classes whose objects a user gets, and does not make
@@ -243,11 +245,13 @@ def preset(name: str) -> str:
 
 
 def budgets() -> str:
-    """Each preset's env steps by family. Of 10 million or more `coterie train` says that they are its paper's."""
+    """Each preset's env steps by family."""
     rows = [f"| preset | {' | '.join(FAMILIES)} |", "|---|" + "---|" * len(FAMILIES)]
     for name in presets.PRESETS:
         steps = [columns(name)[f].get("steps", Config().steps) / 1e6 if f in columns(name) else None for f in FAMILIES]
-        cells = ["-" if n is None else f"**{n:,.0f}**" if n >= 10 else f"{n:g}" for n in steps]
+        shown = [name == "bc" or name in presets.SHOWN[KINDS[f]] for f in FAMILIES]
+        marks = ["**" if (n or 0) >= 10 else "" if known else "*" for n, known in zip(steps, shown, strict=True)]
+        cells = ["-" if n is None else f"{m}{n:,g}{m}" for n, m in zip(steps, marks, strict=True)]
         rows.append(f"| [{name}](#{name}) | {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
 

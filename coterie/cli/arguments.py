@@ -29,7 +29,7 @@ _RUN = arg("run", help="run folder")
 _LEARNER = arg("--learner", default="0", help="an index (0 is evaluated during training), mean, or secondary")
 _SETTINGS = "--SECTION.FIELD VALUE: `coterie train PRESET --help` lists all options of a run."
 _JSON = flag("--json", "print one JSON object")
-_TRUST = flag("--trust", "run the code that the folder names, though it was not made here by you")
+_TRUST = flag("--trust", "import the code that the folder names, although it is not signed with your key")
 _POLICY = (
     _RUN,
     _TRUST,
@@ -60,7 +60,7 @@ def _client(help: str) -> Command:
         "--connect HOST:PORT --env ID",
         help,
         arg("--connect", required=True, metavar="HOST:PORT", help=_CONNECT),
-        arg("--patience", type=float, default=600.0, help="seconds to wait for a learner that is away"),
+        arg("--patience", type=float, default=600.0, help="seconds to keep trying while the learner cannot be reached"),
         arg("--seed", type=int, help="default: random"),
         settings="alone",
         run="cli.main:work",
@@ -112,7 +112,7 @@ COMMANDS = {
     ),
     "replay": Command(
         "RUN [--to STEP] [--edit OPTION=V] [...]",
-        "execute a run again, bit by bit",
+        "execute a run again, bit for bit",
         _RUN,
         arg("--from", dest="origin", default="", metavar="STEP|NAME", help="a learner step, a checkpoint, or start"),
         arg(
@@ -121,11 +121,10 @@ COMMANDS = {
             metavar="STEP",
             help="go on to the end of the rollout with this learner step; default: all that is recorded",
         ),
-        flag("--until-differs", "end at the first difference, as a replay always does"),
         arg("--break-at", type=int, metavar="STEP", help="open a debugger at this learner step"),
         arg("--export-step", type=int, metavar="STEP", help="write this learner step's batch, gradient and weights"),
         arg("--out", default="", help="FILE.safetensors of --export-step; default: in RUN"),
-        arg("--learner", type=int, default=0, help="whose step that is"),
+        arg("--learner", type=int, default=0, help="of --break-at and --export-step"),
         arg("--edit", action="append", default=[], metavar="OPTION=V", help="the same schedule with another setting"),
         _TRUST,
         run="tools.replay.command:replay",
@@ -195,7 +194,7 @@ COMMANDS = {
     "actor": _client("act for a run on another machine"),
     "keys": Command(
         "DIR [--host NAME]",
-        "make a token and TLS files for such runs",
+        "make the token and TLS files for remote clients",
         arg("folder"),
         arg("--host", action="append", default=[], help="name or address of the run's machine; repeatable"),
     ),

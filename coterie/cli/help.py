@@ -32,12 +32,13 @@ In its place, FILE.toml, FILE.yaml or FILE.json: the name of a preset as `preset
 def settings_help(name: str, words: list[str]) -> str:
     """The help of a command that takes the config's options. `train PRESET` lists them, with the preset's defaults."""
     parser = tree()[1][name]
-    _add_config(name, parser)
     if name != "train":
+        _add_config(name, parser)
         return parser.format_help()
     at = next(k for k, word in enumerate(words) if word in ("-h", "--help"))
     everything = words[at + 1 : at + 2] == ["all"]
     _, rest = parser.parse_known_args(words[:at] + words[at + 1 + everything :])
+    _add_config(name, parser)  # not before: a file decides the defaults that are shown
     if not rest:
         lines = [f"  {preset:12} {about}" for rows in described().values() for preset, about in rows]
         return parser.format_help() + _PRESETS.format(presets="\n".join(lines))
@@ -86,14 +87,20 @@ def warned(args: list[str], config: Config, show: Callable[[Callable[[], None]],
 
 
 def _surprises(options: Iterable[str], config: Config) -> Iterator[str]:
-    """A line if the preset is its paper's recipe, and one for each of these fields that the run does not use."""
+    """A line if the preset needs more env steps than a small machine makes, or was not seen to learn such an env, and
+    one for each of these fields that the run does not use.
+    """
     from coterie.build.unused import unused
     from coterie.envs.make import make_spec
+    from coterie.presets.common import family
 
     spec = make_spec(config.env, config.atari)
-    millions = presets.make(config.preset, config.env.id, spec).steps // 1_000_000 if config.preset else 0
-    if millions >= 10:
-        yield f"{config.preset} has its paper's settings, for {millions:,} million env steps or more; try ppo first"
+    if config.preset in presets.PRESETS:
+        millions, kind = presets.make(config.preset, config.env.id, spec).steps // 1_000_000, family(spec)
+        if millions >= 10:
+            yield f"{config.preset} is set up as in a paper, for {millions:,} million env steps or more; try ppo first"
+        elif config.preset not in (*presets.SHOWN[kind], "bc"):
+            yield f"{config.preset} has not been shown to learn {kind} with its defaults; try ppo first"
     for name, needs in unused(options, config, spec):
         yield f"--{name.replace('_', '-')} has no effect in this run: it needs {needs}"
 

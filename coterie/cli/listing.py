@@ -17,7 +17,7 @@ Groups = dict[str, list[tuple[str, str]]]  # heading -> (name, description)
 PAPERS = {
     "Accelerated Methods: synchronous, batched sampling": ("a2c", "ppo", "ppo-paper"),
     "A3C: shared weights, lock-free or in a store": ("a3c", "a3c-paper", "a3c-store", "appo", "dqn-async"),
-    "IMPALA: decoupled actors": ("impala", "impala-deep"),
+    "IMPALA: decoupled actors": ("impala", "impala-paper", "impala-deep"),
     "SEED RL: central inference": ("seed-vtrace", "seed-football", "seed-r2d2"),
     "GALA: gossiping learners": ("gala-a2c", "gala-ppo"),
     "Value learning with replay": ("dqn", "dqn-512", "c51", "c51-2048", "rainbow", "rainbow-512", "apex-dqn"),

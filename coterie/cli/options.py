@@ -96,8 +96,19 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read: {reason_of(error)}") from None
     if not isinstance(data, dict):
-        raise ConfigError(f"config: {path} has no fields")
+        raise ConfigError(f"config: {path} is not a table of settings")
+    if (key := next(_other_keys(data), None)) is not None:
+        raise ConfigError(f"{path}: the key {key!r} is not text: quote it")
     return data
+
+
+def _other_keys(data: dict[Any, Any]) -> Iterator[Any]:
+    """Keys that are not text, which YAML allows."""
+    for key, value in data.items():
+        if not isinstance(key, str):
+            yield key
+        elif isinstance(value, dict):
+            yield from _other_keys(value)
 
 
 def _yaml(text: str) -> Any:

@@ -15,25 +15,32 @@ from coterie.choices import unknown
 from coterie.config import Config
 from coterie.plugins import Part, call, label, named
 from coterie.presets.actor_critic import a2c, a3c, a3c_paper, a3c_store, appo, bc, gala_a2c, gala_ppo, ppo, ppo_paper
-from coterie.presets.common import known_spec
+from coterie.presets.common import Family, known_spec
 from coterie.presets.value import apex_dqn, c51, c51_2048, dqn, dqn_512, dqn_async, rainbow, rainbow_512, sac, seed_r2d2
-from coterie.presets.vtrace import impala, impala_deep, seed_football, seed_vtrace
+from coterie.presets.vtrace import impala, impala_deep, impala_paper, seed_football, seed_vtrace
 from coterie.runs.objects import name_of
 from coterie.types import ConfigError, Spec
 
 __all__ = [  # noqa: RUF022 - in the order of `PRESETS`, of messages and of pages
-    "a2c", "ppo", "ppo_paper", "a3c", "a3c_paper", "a3c_store", "impala", "impala_deep", "seed_vtrace", "seed_football",
-    "appo", "gala_a2c", "gala_ppo", "dqn", "dqn_512", "dqn_async", "c51", "c51_2048", "rainbow", "rainbow_512",
-    "apex_dqn", "seed_r2d2", "sac", "bc", "make",
+    "a2c", "ppo", "ppo_paper", "a3c", "a3c_paper", "a3c_store", "impala", "impala_paper", "impala_deep",
+    "seed_vtrace", "seed_football", "appo", "gala_a2c", "gala_ppo", "dqn", "dqn_512", "dqn_async", "c51", "c51_2048",
+    "rainbow", "rainbow_512", "apex_dqn", "seed_r2d2", "sac", "bc", "make",
 ]  # fmt: skip
 
 PRESETS: dict[str, Callable[..., Config]] = {n.replace("_", "-"): globals()[n] for n in __all__ if n != "make"}
+
+# The presets that were seen to learn an environment of each family, with their defaults (docs/results/league.md).
+SHOWN: dict[Family, tuple[str, ...]] = {
+    "images": ("ppo", "ppo-paper", "appo", "gala-ppo"),
+    "vectors": ("a2c", "ppo", "a3c", "impala", "seed-vtrace", "gala-ppo", "dqn", "rainbow", "seed-r2d2"),
+    "continuous control": ("a2c", "ppo", "impala", "seed-vtrace", "gala-ppo", "sac"),
+}
 
 
 if not TYPE_CHECKING:  # which would take any name for one of ours
 
     def __getattr__(name: str) -> Any:
-        raise AttributeError(f"coterie.presets has no {name!r}; presets are {', '.join(__all__)}")
+        raise AttributeError(f"coterie.presets has no {name!r}; presets are {', '.join(__all__[:-1])}")
 
 
 def make(name: Part, env: Part = "", spec: Spec | None = None, **overrides: Any) -> Config:

@@ -45,8 +45,9 @@ def ppo(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """PPO, the one to try first: every kind of env and of action.
 
     Images: batches of 2048, clip 0.2, lambda 0.95 and entropy 0.01 as in Accelerated Methods. Ours, for few samples:
-    5M env steps (25M), 3 epochs over minibatches of 256, Adam at 5e-4, value coefficient 0.5, gradients clipped to 0.5;
-    `ppo-paper` has the paper's values. Vectors and continuous control: our own settings. MountainCar's rewards are
+    5M env steps (25M), 16 envs (8), up to 200 random steps first (2000), 3 epochs over minibatches of 256, Adam at 5e-4
+    with a linear schedule, normalized advantages, value coefficient 0.5, gradients clipped to 0.5; `ppo-paper` has the
+    paper's values. Vectors and continuous control: our own settings. MountainCar's rewards are
     normalized: without, some seeds never reach the flag. The continuous form of LunarLander has the discount and lambda
     of vectors.
     """
@@ -85,7 +86,7 @@ def ppo_paper(env: Part = "Pong-v5", **overrides: Any) -> Config:
 
     As in Accelerated Methods and its code: 8 simulators of 256 steps, 4 epochs, minibatches of 512, Adam at 1e-3, value
     coefficient 1, no clipping of gradients; the linear schedule and normalized advantages are options of that code, off
-    by default.
+    by default. Ours: 84x84 frames, up to 200 random steps first (2000). Vectors and continuous control: as `ppo`.
     """
     image = {
         "steps": 25_000_000,
@@ -102,6 +103,7 @@ def gala_a2c(env: Part = "Pong-v5", **overrides: Any) -> Config:
 
     Images: the arguments of GALA's public code: a directed ring, mixed after every update, 16 simulators each, n = 5,
     RMSProp 7e-4 times the root of all simulators over 16, no start decorrelation. Ours: 10M env steps (25M and 40M).
+    Vectors and continuous control: each learner as `a2c`.
     """
     image = {
         "env.decorrelate": 0,
@@ -140,8 +142,9 @@ def a3c(env: Part = "LunarLander-v3", **overrides: Any) -> Config:
 
     Christensen and Hansen: workers of one simulator each, Adam with each worker's own moments, FC256-FC256-LSTM256
     shared by policy and value, or a small convolutional net before the LSTM. Vectors: rewards times 0.01 as in the
-    authors' code. Ours: longer unrolls and a faster, decaying learning rate; MountainCar's actions repeated 6 times
-    (4), observations normalized. Values learn lambda-returns (Algorithm 1: n-step returns). `a3c-paper` has the paper's
+    authors' code. Ours: 24 workers (64), lambda 0.98, an entropy bonus, gradients clipped to 0.5, a decaying learning
+    rate; for vectors also longer unrolls and a faster rate; MountainCar's actions repeated 6 times (4) and its
+    observations normalized. Values learn lambda-returns (Algorithm 1: n-step returns). `a3c-paper` has the paper's
     defaults.
     """
     env = name_of("env.id", env)
@@ -223,7 +226,8 @@ def appo(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """APPO: PPO learners on a central store, for several cores.
 
     Accelerated Methods, Appendix B: learners of 8 simulators and horizon 256, two local Adam steps between updates of
-    the store, weights polled every 64 steps, a quarter of PPO's rate, no schedule.
+    the store, weights polled every 64 steps, a quarter of PPO's rate, no schedule; in other respects as `ppo`. Vectors
+    and continuous control have these numbers, too, and are not tuned.
     """
     common = {
         "exchange": "store",

@@ -9,31 +9,37 @@ from coterie.plugins import Part
 from coterie.presets.common import LINEAR, Changes, derive, envs, flat, make, of_env
 from coterie.runs.objects import name_of
 
+_PAPER: Changes = {
+    "steps": 50_000_000,
+    "decoupled": Decoupled(batch_size=32),
+    "algo": Algo(20, value_coef=0.25, entropy_coef=0.01),  # half of 0.5 times the squared error
+    "vtrace": VTrace(loss="sum"),
+    "optim": Optim("rmsprop_tf", lr=6e-4, eps=0.01, max_grad_norm=40.0, schedule=LINEAR),
+}
+
 
 def impala(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """IMPALA: actors that never wait, for many cores and slow envs.
 
-    Images: Table G.1: decoupled actors with as many simulators as keep the cores busy, V-trace, losses summed over
-    batches of 32 rollouts of 20 steps, RMSProp with eps 0.01 inside the root, gradients clipped to 40; feed-forward on
-    four frames. Ours: GALA's net in the place of the shallow one, 10M env steps (50M), no population-based training, no
-    single run of all DMLab-30 tasks. For a few million env steps on two cores these rates are slow: the page of results
-    has the options that Pong was learned with. `dmlab/...`: the shallow net with its LSTM of 256, last action and
-    reward, unrolls of 100, and the rates of the authors' code. Vectors and continuous control: our settings; the
+    Decoupled actors with as many simulators as keep the cores busy, and V-trace. Images: our settings, for few env
+    steps: an optimizer step of Adam for every 4 rollouts of 20 steps, mean losses, lambda 0.95, normalized advantages;
+    `impala-paper` has the paper's. `dmlab/...`: as `impala-paper`. Vectors and continuous control: our settings; the
     continuous form of LunarLander has the discount of vectors, unrolls of 128 with n-step returns, in batches of 4, and
     normalized advantages.
     """
     env = name_of("env.id", env)
     image: Changes = {
         "steps": 10_000_000,
-        "decoupled": Decoupled(batch_size=32),
+        "decoupled": Decoupled(batch_size=16),
         "reward.clip": "clamp",
         "model.torso": "gala",
-        "algo": Algo(20, value_coef=0.25, entropy_coef=0.01),  # half of 0.5 times the squared error
-        "vtrace": VTrace(loss="sum"),
-        "optim": Optim("rmsprop_tf", lr=6e-4, eps=0.01, max_grad_norm=40.0, schedule=LINEAR),
+        "algo": Algo(20, gae_lambda=0.95, value_coef=0.25, entropy_coef=0.01, normalize_advantage=True),
+        "vtrace": VTrace(minibatch=4),
+        "optim": Optim("adam", lr=3e-4, eps=1e-5, schedule=LINEAR),
     }
     if env.startswith("dmlab/"):
-        image |= {
+        image |= _PAPER | {
+            "steps": 10_000_000,
             "model.torso": "a3c",
             "model.core": "lstm",
             "model.core_size": 256,
@@ -68,21 +74,35 @@ def impala(env: Part = "Pong-v5", **overrides: Any) -> Config:
     )
 
 
+def impala_paper(env: Part = "Pong-v5", **overrides: Any) -> Config:
+    """IMPALA with its paper's settings, to compare with it.
+
+    Table G.1: losses summed over batches of 32 rollouts of 20 steps, RMSProp with eps 0.01 inside the root, gradients
+    clipped to 40, feed-forward on four frames, 50M env steps. `dmlab/...`: the shallow net with its LSTM of 256, last
+    action and reward, unrolls of 100, and the rates of the authors' code. Other than in the paper: for Atari GALA's net
+    in the place of the shallow one, and FIRE at the start of a game; 10M env steps of DMLab; as many simulators as keep
+    the cores busy; no population-based training, no single run of all DMLab-30 tasks. Vectors and continuous control:
+    as `impala`.
+    """
+    image = {} if name_of("env.id", env).startswith("dmlab/") else _PAPER
+    return derive(impala, "impala-paper", env, overrides, {}, image)
+
+
 def impala_deep(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """IMPALA with a deep network for images, for a GPU.
 
-    The ResNet of 15 convolutions (Figure 3, right).
+    As `impala-paper`, with the ResNet of 15 convolutions (Figure 3, right).
     """
-    return derive(impala, "impala-deep", env, overrides, {}, {"model.torso": "impala"})
+    return derive(impala_paper, "impala-deep", env, overrides, {}, {"model.torso": "impala"})
 
 
 def seed_vtrace(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """SEED RL with V-trace: central inference, for a GPU.
 
     Images: gcp/train_dmlab_explore_goal_locations_small.sh: env hosts without a policy, unrolls of 100 in batches of
-    32, mean losses, Adam without momentum, rewards clipped to [-1, 1], the ResNet. Left out: the KL penalty, and
-    but for `dmlab/...` the LSTM and the last action and reward: feed-forward on four frames. Vectors and continuous
-    control: our settings for IMPALA.
+    32, mean losses, Adam without momentum, rewards clipped to [-1, 1], the ResNet. Ours: 64 envs (400 actors), 10M env
+    steps. Left out: the KL penalty, and but for `dmlab/...` the LSTM and the last action and reward: feed-forward on
+    four frames. Vectors and continuous control: our settings for IMPALA.
     """
     image = {
         "env.num_envs": envs(env, 64),

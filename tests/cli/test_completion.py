@@ -23,7 +23,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
 CORE = {"--model.core", *(f"--model.core-{x}" for x in ("heads", "layers", "memory", "size"))}
 CASES = [
     (["re"], {"resume", "report", "reproduce", "replay"}),
-    (["train", "imp"], {"impala", "impala-deep"}),
+    (["train", "imp"], {"impala", "impala-deep", "impala-paper"}),
     (["train", "ppo", "--model.co"], {"--model.compile", *CORE}),
     (["train", "ppo", "--exchange", "g"], {"gossip"}),
     (["bench", "ppo", "--env.num-envs", "4", "--acting", "d"], {"decoupled"}),

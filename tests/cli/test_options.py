@@ -66,9 +66,10 @@ def test_a_partial_file_is_layered_on_its_preset_and_options_on_the_file(write, 
         ("a.toml", "optim.lr = 'fast'", r"optim.lr: 'fast' is not a number \(in a.toml\)"),
         ("a.toml", "optim = 1", r"optim: no such field; the fields of optim are"),
         ("a.yaml", "steps: []", r"steps: needs a value; it takes an integer \(in a.yaml\)"),
-        ("a.yaml", "[1, 2]", "config: a.yaml has no fields"),
+        ("a.yaml", "[1, 2]", "config: a.yaml is not a table of settings"),
         ("a.yaml", "preset: [1]", r"preset: '\['1'\]|preset: '\[1\]'"),
         ("a.toml", "steps = ", "a.toml: cannot be read: Invalid value"),
+        ("a.yaml", "optim: {yes: 1}", "a.yaml: the key True is not text: quote it"),
         ("a.yaml", "a: b: c", "a.yaml: cannot be read: mapping values"),
         ("a.ini", "", r"--config: a.ini does not end in .json, .toml, .yaml, .yml"),
     ],
@@ -134,7 +135,7 @@ ATARI, MLP, NET = "one of EnvPool's Atari games", "the torso mlp", "tests.suppor
         ("ppo --log.cosines 9 --learners 1", {"log.cosines": "several learners"}),
         ("ppo --env.timeout 9 --env Pong-v5", {"env.timeout": "envs in worker processes"}),
         ("ppo --env.backend vector --env.threads 2", {"env.threads": "env.backend auto, pool or workers"}),
-        ("appo --ppo.batch-size 2048 --algo.unroll-length 64", {"algo.unroll-length": "ppo.batch_size 0"}),
+        ("ppo --ppo.batch-size 2048 --algo.unroll-length 64", {"algo.unroll-length": "ppo.batch_size 0"}),
         ("seed-vtrace --central.batch-min 8 --central.newest-frame True", {"central.newest-frame": "wire.bind"}),
         (
             "seed-vtrace --central.lockstep True --central.batch-size 0 --central.queue 2",
@@ -178,12 +179,27 @@ def test_an_option_without_effect_is_a_line_that_names_what_it_needs(capsys, arg
     assert capsys.readouterr().err.splitlines() == lines
 
 
-def test_a_preset_with_its_papers_settings_says_so(capsys):
-    for env, ours in ("Pong-v5", {"ppo", "gala-ppo", "bc"}), ("LunarLander-v3", {*presets.PRESETS} - {"a3c-paper"}):
-        for preset in {*presets.PRESETS} - {"sac"}:  # which takes neither
+def test_help_shows_what_a_file_sets(write, capsys):
+    write("a.toml", "[optim]\nlr = 0.5")
+    assert "learning rate [0.5]" in printed(capsys, "train", "ppo", "--config", "a.toml", "--help")
+
+
+def test_a_preset_that_needs_much_or_was_not_shown_to_learn_says_so(capsys):
+    for env, kind in (("Pong-v5", "images"), ("LunarLander-v3", "vectors"), ("Hopper-v5", "continuous control")):
+        for preset in presets.PRESETS:
             data = ("--bc.dataset", "d/e-v0") if preset == "bc" else ()
-            assert main(["train", preset, "--env", env, "--steps", "1000", *data, "--print-config"]) == 0
-            assert ("its paper's settings" in capsys.readouterr().err) == (preset not in ours)
+            if main(["train", preset, "--env", env, "--steps", "1000", *data, "--print-config"]):
+                assert "action" in capsys.readouterr().err, "it takes the actions of other envs"
+                continue
+            steps = presets.make(preset, env).steps
+            line = (
+                f"is set up as in a paper, for {steps // 1_000_000:,} million env steps or more; try ppo first"
+                if steps >= 1e7
+                else f"has not been shown to learn {kind} with its defaults; try ppo first"
+                if preset not in (*presets.SHOWN[kind], "bc")
+                else ""
+            )
+            assert capsys.readouterr().err == (f"coterie: {preset} {line}\n" if line else "")
 
 
 def test_another_runs_config_is_trained(write, tmp_path, capsys):

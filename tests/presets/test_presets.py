@@ -49,10 +49,10 @@ def test_seed_football_on_what_is_no_image_is_seed_vtrace():
     assert (football.model, football.algo, football.optim) == (plain.model, plain.algo, plain.optim)
 
 
-def test_impala_is_the_papers_setting_for_atari():
+def test_impala_paper_is_the_papers_setting_for_atari():
     """Table G.1; half of the baseline's cost, since the paper's squared error is halved as well."""
-    config = presets.make(presets.impala, env="Pong-v5")
-    assert config.preset == "impala"
+    config = presets.make(presets.impala_paper, env="Pong-v5")
+    assert (config.preset, config.steps) == ("impala-paper", 50_000_000)
     assert (config.algorithm, config.acting, config.exchange) == ("vtrace", "decoupled", "auto")
     assert (config.algo.unroll_length, config.decoupled.batch_size) == (20, 32)
     assert (config.algo.gamma, config.algo.value_coef, config.algo.entropy_coef) == (0.99, 0.25, 0.01)

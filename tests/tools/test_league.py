@@ -14,6 +14,7 @@ import league_entries
 import league_page
 import pytest
 
+from coterie import presets
 from coterie.types import ConfigError
 from tests.support.waiting import wait_until
 from tests.tools.report.recorded import record
@@ -37,6 +38,18 @@ def test_runs_whose_layout_depends_on_the_cores_have_two(tmp_path, monkeypatch, 
 
 def test_readme():
     assert league_page.readme(text := (league_entries.ROOT / "README.md").read_text()) == text
+
+
+def test_presets_that_are_said_to_learn_have_a_record():
+    kinds = {
+        "vectors": "vectors",
+        "continuous": "continuous control",
+        "mujoco": "continuous control",
+        "atari": "images",
+    }
+    found = {(kinds[e.group], e.method) for e in league_entries.listed() if e.group in kinds and e.done}
+    named = {(kind, name) for kind, names in presets.SHOWN.items() for name in names}
+    assert {pair for pair in found if not pair[1].startswith("sb3-")} == named
 
 
 def test_stopped_run(tmp_path, monkeypatch):

@@ -102,24 +102,17 @@ class Training:
     def __init__(self, learner: LearnerProcess) -> None:
         self.learner = learner
         self.last: Rollout | None = None
-        self.source = learner.acting.rollouts(self._refresh)
+        self.source = learner.acting.rollouts(learner.parts.refresh)
         self.now = Turn(0.0)
 
-    def rest(self) -> int:
+    def rest(self) -> None:
         """Wait until nothing acts, because actors have filled all slots."""
         self.now.ahead = self.learner.acting.rest()
-        return self.now.ahead
 
     @property
     def burst(self) -> int:
         """Rollouts that end at about the same time, because each has some of the envs only. Known after a turn."""
         return 1 if self.last is None else max(1, self.learner.config.env.num_envs // len(self.last.env_id))
-
-    def _refresh(self) -> None:
-        self.learner.stages.start()
-        self.learner.exchange.pull(self.learner.params)
-        self.learner.stages.lap("pull")
-        self.learner.acting.publish(self.learner.progress.learner_steps)
 
     def turn(self, seconds: float, learn: bool = True) -> float:
         """Env steps/s."""

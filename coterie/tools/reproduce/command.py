@@ -132,7 +132,8 @@ def _write(order: Order, results: Sequence[Result], missing: Sequence[str]) -> l
     if missing:
         facts.append(f"Failed, not drawn: {', '.join(missing)}.")
     stated = Table("What the paper states", ["", "paper"], figure.stated)
-    drawn = Drawing(drawn.charts, [table for table in (checks, *drawn.tables, stated) if table.rows])
+    tables = [checks, *drawn.tables, stated]  # two kinds of drawing may give the same one
+    drawn = Drawing(drawn.charts, [one for k, one in enumerate(tables) if one.rows and one not in tables[:k]])
     sections = [
         Section("The figure", drawn.charts, drawn.tables),
         Section("Runs", tables=[outcomes(runs)] if runs else []),

@@ -114,7 +114,7 @@ def test_the_command_says_what_is_equal(tmp_path, recorded, capsys):
     said = "learner 0, life 0, up to learner step 49: 49 rollouts and 49 digests of weights are equal, mean return "
     assert said in capsys.readouterr().out
     edited(folder, lambda event: event.append(0) if event[0] == "weights" else None)
-    assert main(["replay", str(folder), "--until-differs"]) == 1
+    assert main(["replay", str(folder)]) == 1
     assert "learner 0, life 0 differs: learner steps 1 to 1: " in capsys.readouterr().out
 
 
