@@ -45,7 +45,7 @@ Correction = Literal["vtrace", "one-step", "epsilon", "none"]
 class Env:
     """The environment: which, how many, and how episodes restart."""
 
-    id: EnvId = "CartPole-v1"  # EnvPool, gymnasium, pettingzoo/, module:Id-v0 or :callable; A,B: tasks; presets: own
+    id: EnvId = "CartPole-v1"  # EnvPool or gymnasium id, pettingzoo/NAME, module:Id-v0, module:callable; A,B: tasks
     backend: str = "auto"  # pool: EnvPool; workers: gymnasium in worker processes; vector; package.module:callable
     num_envs: Natural = 16  # envs of each learner, agents counted one by one; auto (or 0): what keeps the cores busy
     groups: Groups = 0  # 2: one group steps while the policy acts for the other; 1: all together; 0: auto
@@ -233,9 +233,9 @@ class SAC:
 class BC:
     """Behavior cloning."""
 
-    dataset: str = ""  # Minari's name of it, downloaded if it is not there; or its folder
-    batch_size: Positive = 256  # steps of it in an optimizer step
-    intensity: PositiveFloat = 16.0  # steps of it that are trained on for each env step
+    dataset: str = ""  # Minari data set id (downloaded if missing), or a folder
+    batch_size: Positive = 256  # steps of the data set in an optimizer step
+    intensity: PositiveFloat = 16.0  # steps of the data set that are trained on for each env step
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ class Decoupled:
     queue: Natural = 1  # finished batches that may wait for the learner
     publish_every: Positive = 1  # learner steps between updates of the actors' weights
     lockstep: bool = False  # actors and learner take turns: no policy lag, reproducible
-    restarts: Natural = 100  # of actors that died or hung, in an hour, before the run fails
+    restarts: Natural = 100  # of dead or hung actors that are allowed in an hour; the next one ends the run
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ class Central:
     batch_size: Natural = 0  # B: single-env rollouts in a learner's batch; 0: one per env
     queue: Natural = 1  # finished batches that may wait for the learner
     lockstep: bool = False  # act for all envs at once, with the newest weights: reproducible
-    restarts: Natural = 100  # of env hosts that died or hung, in an hour, before the run fails
+    restarts: Natural = 100  # of dead or hung env hosts that are allowed in an hour; the next one ends the run
     batch_min: Natural = 0  # wait for this many envs before actions are chosen; 0: do not wait
     batch_max: Natural = 0  # most envs in one forward pass; 0: no limit
     wait: NaturalFloat = 0.002  # longest wait for central.batch_min, in seconds
@@ -330,7 +330,7 @@ class Allreduce:
 class Gossip:
     """Exchange gossip: learners average their weights with peers."""
 
-    topology: Literal["auto", "ring", "exponential", "static-exponential", "bipartite", "complete"] = "auto"  # a ring
+    topology: Literal["auto", "ring", "exponential", "static-exponential", "bipartite", "complete"] = "auto"  # ring
     peers: Positive = 1  # ring: in-peers of each learner; exponential: peers at a time
     tau: FromMinusOne = -1  # mixes that a learner may miss before it waits for its peers; 0: lockstep; -1: no limit
     mix_every: Natural = 0  # learner steps between mixes; 0: once per rollout
@@ -371,7 +371,7 @@ class Log:
     """What a run writes."""
 
     every: NaturalFloat = 5.0  # seconds between lines of metrics
-    stall: PositiveFloat = 900.0  # seconds without progress until a process is taken to hang and is restarted
+    stall: PositiveFloat = 900.0  # seconds without progress after which a process counts as hung and is restarted
     unsaved_limit: PositiveFloat = 3600.0  # seconds for which no checkpoint can be written until the run ends
     checkpoint_every: NaturalFloat = 120.0  # seconds between checkpoints
     checkpoint_on_warning: bool = False  # write one at SIGUSR1, too, and train on
@@ -400,12 +400,12 @@ class Config:
     learners: Learners = 1  # auto: one for each GPU (gossip: up to 4 on a lone one), or for each core if there are none
     actors: Actors = "auto"  # actors, or env hosts, of all learners together
     max_lag: Natural = 0  # most learner steps by which acting weights may be older than those trained; 0: no such limit
-    restarts: Natural = 3  # of learners that died or hung, in an hour, before the run fails
+    restarts: Natural = 3  # of dead or hung learners that are allowed in an hour; the next one ends the run
     steps: Positive = 1_000_000  # env steps of the whole run
     init_from: str = ""  # folder of a run or checkpoint: begin with its network's weights and normalizers
     seed: Natural = 0  # of envs, weights and sampled actions
     device: Literal["auto", "cpu", "cuda"] = "auto"  # of the learners; auto: GPUs if there are any
-    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 for images where it is the faster
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 for images where it is faster
     graphs: bool = True  # a learner step and acting each run as one graph: of CUDA, or of TorchScript on a CPU
     deterministic: bool = False  # torch's deterministic algorithms: slower; on a GPU a replay needs them
     torch_threads: Natural = 0  # threads that share the training of a batch; 0: by the network, the batch and the cores

@@ -165,7 +165,7 @@ class Gradients:
 
 
 def _floats(scalars: dict[str, Tensor]) -> dict[str, float]:
-    if any(isinstance(x, Tensor) and x.is_cuda for x in scalars.values()):  # waits for the GPU once
+    if any(x.is_cuda for x in scalars.values()):  # waits for the GPU once
         return dict(zip(scalars, torch.stack(list(scalars.values())).tolist(), strict=True))
     return {name: float(x) for name, x in scalars.items()}
 
@@ -198,19 +198,19 @@ class Parts:
     stages: Stages = field(default_factory=Stages)
     observers: list[Observer] = field(default_factory=list)
 
+    def refresh(self) -> None:
+        """Take what the exchange has, and act with it from now on."""
+        self.stages.start()
+        self.exchange.pull(self.params)
+        self.stages.lap("pull")
+        self.acting.publish(self.progress.learner_steps)
+
 
 def learn(parts: Parts, on_rollout: Callable[[Rollout], bool]) -> None:
     """Train until `on_rollout`, called after every rollout, returns True. Call this inside `with parts.exchange`."""
     model, params, algorithm, exchange = parts.model, parts.params, parts.algorithm, parts.exchange
     progress, stages = parts.progress, parts.stages
-
-    def refresh() -> None:
-        stages.start()
-        exchange.pull(params)
-        stages.lap("pull")
-        parts.acting.publish(progress.learner_steps)
-
-    for rollout in parts.acting.rollouts(refresh):
+    for rollout in parts.acting.rollouts(parts.refresh):
         stages.start()
         total = progress.begin(rollout, exchange, algorithm.clock, parts.learners)
         lr = parts.lr(total)

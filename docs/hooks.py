@@ -45,6 +45,8 @@ def _source(path: Path) -> str:
         cells = json.loads(path.read_text())["cells"]
         texts = [(cell["cell_type"], "".join(cell["source"])) for cell in cells]
         return "\n\n".join(text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in texts)
+    if path.suffix == ".md":
+        return _moved(path.read_text(), path.parent, _place(path))
     return f"{title}````{path.suffix.removeprefix('.') or 'text'}\n{path.read_text()}\n````\n"
 
 
@@ -55,7 +57,7 @@ def _files(folder: Path) -> list[Path]:
 def on_files(files: Files, config: Any) -> Files:
     readme = (ROOT / "README.md").read_text()
     files.append(File.generated(config, "index.md", content=_moved(readme, ROOT, "index.md")))
-    pages = [ROOT / "README.md", *DOCS.rglob("*.md")]
+    pages = [*ROOT.glob("*.md"), *DOCS.rglob("*.md")]
     wanted = {link for page in pages for link in _links(page.read_text(), page.parent)}
     wanted |= {one for folder in wanted if folder.is_dir() for one in _files(folder)}
     for path in sorted(p for p in wanted if p.exists() and _place(p).startswith("source/")):

@@ -1,4 +1,4 @@
-"""Search a preset's hyperparameters with Optuna (pip install optuna):
+"""Search a preset's hyperparameters with Optuna (the extra optuna):
 
     python examples/optuna_search.py ppo --env CartPole-v1 --steps 50000 --trials 20 --study runs/search.db
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -37,7 +37,7 @@ class Compute:
     chunk: int = 0  # most samples at once; 0: all
     team: Team = ALONE  # threads that share a batch
     record: Record | None = None  # of learner steps as graphs, where the network can be recorded
-    device: torch.device = field(default_factory=partial(torch.device, "cpu"))
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 - it cannot be changed
 
     def autocast(self) -> AbstractContextManager[object]:
         """Mixed precision for the loss's forward pass; none where `dtype` is float32."""

@@ -92,7 +92,8 @@ class BC(A2C):
 
     @staticmethod
     def check_data(config: Config, spec: Spec) -> None:
-        next(read_episodes(config, spec))
+        if next(read_episodes(config, spec), None) is None:
+            raise ConfigError(f"bc.dataset: {config.bc.dataset} has no episodes")
 
     @staticmethod
     def steps_kind(config: Config) -> tuple[object, ...]:

@@ -77,13 +77,9 @@ class Scores:
         }
 
 
-def _never(done: int, steps: int) -> bool:
-    return False
-
-
 @dataclass(frozen=True)
 class Trial:
-    """How a policy is scored: whole episodes of each task, until `max_steps` env steps in all (default:
+    """How a policy is scored: whole episodes of each task, until `max_steps` env steps of it (default:
     `eval.max_steps`), or until `stop`, called with a task's finished episodes and env steps, returns True. All agents
     of an env play as many.
     """
@@ -92,7 +88,7 @@ class Trial:
     sampled: bool = False
     seed: int = 1
     max_steps: int | None = None
-    stop: Callable[[int, int], bool] = _never
+    stop: Callable[[int, int], bool] = lambda done, steps: False
 
 
 def evaluate(algorithm: AnyAlgorithm, model: Network, config: Config, trial: Trial, union: bool = False) -> Scores:
@@ -102,13 +98,16 @@ def evaluate(algorithm: AnyAlgorithm, model: Network, config: Config, trial: Tri
     """
     scores = Scores(label(config.env.id))
     if len(several := tasks(config.env.id)) > 1:
-        for task in several:
+        for at, task in enumerate(several):
             one = evaluate(algorithm, model, task_config(config, task), trial, union=True)
             scores.tasks.append(one)
             scores.returns += one.returns
             scores.lengths += one.lengths
             scores.unfinished += one.unfinished
             scores.info.add(one.info)
+            if one.unfinished and trial.stop(len(one.returns), 0):  # the envs of other tasks are not made any more
+                scores.unfinished += trial.episodes * (len(several) - at - 1)
+                break
         return scores
     n, agents = min(trial.episodes, _MOST_ENVS), make_spec(config.env, config.atari).agents
     n += -n % agents
@@ -283,7 +282,7 @@ def weights_of(tensors: checkpoint.Tensors, learner: str) -> dict[str, Tensor]:
 
 def evaluate_run(
     folder: str | Path, *, episodes: int = 100, sampled: bool = False, seed: int = 1, learner: str | int = "0",
-    stop: Callable[[int, int], bool] = _never, trust: bool = False, **new: Any,
+    stop: Callable[[int, int], bool] = lambda done, steps: False, trust: bool = False, **new: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Score a run's policy: mean over whole episodes +- standard error, human-normalized where a reference exists.
     `stop`: called before each env step with the finished episodes and env steps of the present task; True ends it.

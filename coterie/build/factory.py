@@ -186,7 +186,7 @@ def worker_setup(
     events = worker_events(config, context, number, incarnation)
     share = env_share(config, mine, spec, incarnation, first_env, context.board, events)
     make = partial(make_agent, config, spec)
-    return WorkerSetup(config, share, make, context.board, context.rank, number, row, patience(config), incarnation)
+    return WorkerSetup(share, make, context.board, context.rank, number, row, patience(config), incarnation)
 
 
 def worker_events(config: ResolvedConfig, context: ProcessContext, number: int, life: int) -> EnvEvents:

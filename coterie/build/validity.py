@@ -141,7 +141,7 @@ def check(config: ResolvedConfig, spec: Spec) -> None:
         with in_one_line("model: the network cannot be made or used"):
             model = make_model(config, spec)
             if hasattr(model.body, "initial_state") and not model.recurrent:
-                raise ConfigError("model.network: name the class: its memory (initial_state) is not seen otherwise")
+                raise ConfigError("model.network: give the class, not a function that makes it: it has initial_state")
             noisy = not model.body or any(isinstance(part, NoisyLinear) for part in model.modules())
             if config.q.noisy and algorithm_class(config).value_based and not noisy:
                 raise ConfigError(

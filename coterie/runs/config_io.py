@@ -84,7 +84,7 @@ def _expected(kind: Any) -> str:
     if get_origin(kind) in (Union, UnionType):
         return " or ".join(_expected(k) for k in get_args(kind))
     if get_origin(kind) is tuple:
-        return f"a list of {'integers' if get_args(kind)[0] is int else 'numbers'}"
+        return f"a list of {({int: 'integers', float: 'numbers', str: 'texts'})[get_args(kind)[0]]}"
     return _WORDS[kind]
 
 
@@ -133,7 +133,7 @@ def from_dict(data: dict[str, Any]) -> Config:
 
 def _build(cls: type, data: Any, prefix: str) -> Any:
     if not isinstance(data, dict):
-        raise ConfigError(f"{prefix.rstrip('.') or 'config'}: {shown(data)} is not an object of fields")
+        raise ConfigError(f"{prefix.rstrip('.') or 'config'}: {shown(data)} is not a table of settings")
     hints = _hints(cls)
     values = {}
     for name, value in data.items():

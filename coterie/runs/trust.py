@@ -62,7 +62,8 @@ def open_run(folder: Path, new: Mapping[str, Part] = {}, trust: bool = False, ma
     """The config of a run's folder, or one clear line. `new` and `trust`: as for `load`. `may`: what `new` may hold."""
     for name in new.keys() - {*may}:
         raise ConfigError(
-            f"{name}: a run keeps all settings but {', '.join(may)}; a new run may begin with its weights: init_from"
+            f"{name}: in an existing run only {', '.join(may)} can be changed; a new run may begin with its weights: "
+            "init_from"
         )
     file = folder / "config.json"
     if (saved := read(folder, lambda: load_config(file) if file.is_file() else None)) is None:
@@ -75,7 +76,7 @@ def open_run(folder: Path, new: Mapping[str, Part] = {}, trust: bool = False, ma
         given.pop("env.kwargs", None)
     if not trust:
         advice = "give --trust (from Python: trust=True)"
-        check_code(folder, saved, config, given, f"{folder} was not made here by you, and", advice)
+        check_code(folder, saved, config, given, f"{folder} is not signed with your key, and", advice)
     return config
 
 

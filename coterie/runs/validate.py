@@ -12,9 +12,9 @@ from coterie.types import ConfigError, json_object
 def validate(config: Config) -> Config:
     """`config` with every field converted to its type and checked. Raises `ConfigError`."""
     config = from_dict(to_dict(config))
-    for name, kind in TYPES.items():
+    for name in TYPES:
         value = get(config, name)
-        if kind is float and not math.isfinite(value):
+        if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{name}: {value} is not a finite number")
         for limit in RANGES[name]:
             if not limit.accepts(value):

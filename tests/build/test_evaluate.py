@@ -84,7 +84,7 @@ def test_a_policy_plays_in_other_envs_with_the_same_spaces(tmp_path, capsys):
         load(out, **{"env.max_episode_steps": -5})
     with pytest.raises(ConfigError, match=r"^env\.kwargs: scale is also given by functools.partial"):
         evaluate_run(out, episodes=3, env=partial(Scaled, scale=5.0))
-    with pytest.raises(ConfigError, match=r"^algo.gamma: a run keeps all settings but env, .*env.kwargs"):
+    with pytest.raises(ConfigError, match=r"^algo.gamma: in an existing run only env, .*env.kwargs"):
         evaluate_run(out, **{"algo.gamma": 0.5})
     more = ["--env.kwargs", '{"scale": 3}', "--env.max-episode-steps", "2"]
     assert main(["eval", str(out), "--episodes", "2", *more]) == 0

@@ -107,7 +107,7 @@ def test_what_cannot_be_used_is_refused_in_one_sentence(tmp_path):
         (lambda: coterie.presets.ppo(env=CountingEnv, model={"torso": nn.Linear(1, 1)}), "model.torso: this is one Li"),
         (lambda: named("env.id", "pickle:../../x"), "env.id: cannot import 'pickle:../../x'"),
         (lambda: coterie.train(config, steps=1), "steps: a config was given, too"),
-        (lambda: coterie.load("nowhere", steps=1), "steps: a run keeps all settings but env, acting, .*init_from"),
+        (lambda: coterie.load("nowhere", steps=1), "steps: in an existing run only env, acting, .*init_from"),
         (
             lambda: far(preset="dqn", **{"model.core": lambda *_: 0}),
             "model.core: 'lambda' must have no memory with dqn",

@@ -110,7 +110,7 @@ def test_every_setting_that_names_code_is_refused(foreign, field):
     more = {"module of an id": "run.evil:Walker-v0", "level of DeepMind Lab": "dmlab/rooms"}
     more |= {"env of old gym": "GymV26Environment-v0"}
     change(foreign, **({"env__id": more[field]} if field in more else {field.replace(".", "__"): NAMES[field]}))
-    with pytest.raises(ConfigError, match=r"^run was not made here by you, and names code: [^\n]+ --trust [^\n]+$"):
+    with pytest.raises(ConfigError, match=r"^run is not signed with your key, and names code: [^\n]+ --trust [^\n]+$"):
         coterie.load("run")
     with pytest.raises(ConfigError, match="names code"):
         coterie.resume("run", steps=10**6)
