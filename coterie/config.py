@@ -164,7 +164,7 @@ class VTrace:
     loss: Literal["mean", "sum"] = "mean"  # over batch and time; the learning rates of the papers depend on it
     minibatch: Natural = 0  # rollouts of one env in an optimizer step, replayed ones too; 0: as many as are in a batch
     replay_capacity: Natural = 0  # rollouts of one env kept for replay, first in first out; 0: no replay
-    replay_share: float = 0.5  # share of replayed rollouts in an optimizer step; IMPALA has 0.5
+    replay_share: Decay = 0.5  # share of replayed rollouts in an optimizer step; IMPALA has 0.5
 
 
 @dataclass(frozen=True)

@@ -88,12 +88,9 @@ class VTrace(A2C):
             "must hold the new and the replayed rollouts of a batch; set it higher, or to 0",
         ),
         Refusal(
-            lambda c, s: (
-                not 0 <= c.vtrace.replay_share < 1
-                or (c.vtrace.replay_capacity * c.vtrace.replay_share > 0 and _shares(c, _rollouts(c))[1] == 0)
-            ),
+            lambda c, s: c.vtrace.replay_capacity * c.vtrace.replay_share > 0 == _shares(c, _rollouts(c))[1],
             "vtrace.replay_share",
-            "must be below 1, and 0 or large enough for one replayed rollout in an optimizer step: set it higher, or "
+            "must be 0 or large enough for one replayed rollout in an optimizer step: set it higher, or "
             "vtrace.minibatch (if that is 0: env.num_envs, or the acting's batch_size)",
         ),
         Refusal(

@@ -176,7 +176,7 @@ def test_each_refusal_is_the_one_line_for_a_config_that_meets_it(refusal):
         **{f"r2d2.{name}": {**R2D2, f"r2d2.{name}": 81} for name in ("length", "burn_in", "stride")},
         "bc.dataset": {"algorithm": "bc"},
         "vtrace.minibatch": {"algorithm": "vtrace", "vtrace.minibatch": 5},
-        "vtrace.replay_share": {"algorithm": "vtrace", "vtrace.replay_share": 1.0},
+        "vtrace.replay_share": {"algorithm": "vtrace", "vtrace.replay_share": 0.01, "vtrace.replay_capacity": 64},
         "vtrace.rho_bar": {"algorithm": "vtrace", "vtrace.rho_bar": 0.5},
     }  # fmt: skip
     changes = meets.get(refusal.field, {})

@@ -11,7 +11,6 @@ from shlex import quote
 from coterie.build.evaluate import load
 from coterie.extras import missing
 from coterie.runs.files import save
-from coterie.runs.trust import open_run
 from coterie.tools.export.check import TOLERANCE, check
 from coterie.tools.export.describe import describe
 from coterie.tools.export.graph import Graph, to_onnx
@@ -24,10 +23,9 @@ def export(options: Namespace) -> int:
     """Write a run's policy, verified, and with `--web` a page."""
     if not all(map(importlib.util.find_spec, _NEEDS)):
         raise missing("export", "export")
-    config = open_run(Path(options.run), trust=options.trust)
-    if options.web:
-        playable(config)
     policy = load(options.run, options.learner, trust=options.trust)
+    if options.web:
+        playable(policy.config)
     static = page() if options.web else {}
     graph = Graph(policy.model, policy.actions)
     onnx = to_onnx(graph)
