@@ -1,4 +1,4 @@
-"""Tables of algorithms, actings and exchanges by name. Modules in `plugins.modules` register new ones."""
+"""Tables of algorithms, acting modes and exchanges by name. Modules in `plugins.modules` register new ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from coterie.types import ConfigError
 
 T = TypeVar("T")
 C = TypeVar("C", bound=Config)
-# The algorithms, actings, exchanges and launches that a section is about. Other sections are about every run.
+# The algorithms, acting modes, exchanges and launches that a section is about. Other sections are about every run.
 _ALGORITHMS = ("ppo", "vtrace", "r2d2", "sac", "bc")
 _NAMESAKES = (*_ALGORITHMS, "decoupled", "central", "ray", "hogwild", "store", "allreduce", "gossip")
 _VALUE = {"dqn", "r2d2", "sac"}

@@ -344,7 +344,7 @@ class Plugins:
 
     acting: str = ""  # instead of the run's acting; empty: none (here and below)
     exchange: str = ""  # instead of the run's exchange
-    modules: tuple[str, ...] = ()  # that register algorithms, actings and exchanges under new names
+    modules: tuple[str, ...] = ()  # that register algorithms, acting modes and exchanges under new names
 
 
 @dataclass(frozen=True)
@@ -393,7 +393,7 @@ class Config:
 
     preset: str = ""  # name of the preset that the run began with
     algorithm: str = "a2c"  # a2c, ppo, vtrace, dqn, r2d2, sac, bc, a registered name, or package.module:Class
-    settings: str = "{}"  # JSON object: of a custom algorithm with `Settings`; --settings.NAME VALUE sets one
+    settings: str = "{}"  # JSON object: settings of a custom algorithm; --settings.NAME VALUE sets one
     acting: str = "inline"  # inline, decoupled, central, or a registered name
     exchange: str = "auto"  # solo, allreduce, hogwild, store, gossip, a registered name; auto: solo or allreduce
     launch: Literal["local", "ray"] = "local"  # ray: on the machines of a Ray cluster
@@ -403,8 +403,8 @@ class Config:
     restarts: Natural = 3  # of dead or hung learners that are allowed in an hour; the next one ends the run
     steps: Positive = 1_000_000  # env steps of the whole run
     init_from: str = ""  # folder of a run or checkpoint: begin with its network's weights and normalizers
-    seed: Natural = 0  # of envs, weights and sampled actions
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # of the learners; auto: GPUs if there are any
+    seed: Natural = 0  # of envs, initial weights, sampled actions and minibatches
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # where learners train; auto: on GPUs if there are any
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 for images where it is faster
     graphs: bool = True  # a learner step and acting each run as one graph: of CUDA, or of TorchScript on a CPU
     deterministic: bool = False  # torch's deterministic algorithms: slower; on a GPU a replay needs them

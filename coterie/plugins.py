@@ -1,8 +1,8 @@
 """User-defined parts (docs/guides/custom-parts.md).
 
-`package.module:callable` names an env, a part of the network, an algorithm, an acting or an exchange. The last two are
-substitutes for the part that the run would have otherwise: they are made with the same arguments, and the same is
-refused of them. A new acting or exchange has a name of its own (choices.py).
+`package.module:callable` names an env, a part of the network, an algorithm, an acting mode or an exchange. The last
+two are substitutes for the part that the run would have otherwise: they are made with the same arguments, and the same
+is refused of them. A new acting mode or exchange has a name of its own (choices.py).
 
 `pickle:LABEL.HASH@FOLDER` is an object from Python that cannot be imported (runs/objects.py).
 """

@@ -84,7 +84,7 @@ MATRIX = f"""# Combinations
 A run is four choices: algorithm x acting x exchange x launch. Every combination below trains; "lockstep" means that
 actors and learner take turns, because the algorithm needs data of the present policy; `ppo.proximal` lets PPO learn
 from older ones. `coterie list matrix` prints this
-table. A custom acting or exchange adds rows ([custom parts](../guides/custom-acting-exchange.md)).
+table. A custom acting mode or exchange adds rows ([custom parts](../guides/custom-acting-exchange.md)).
 
 {NOTE}
 """

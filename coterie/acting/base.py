@@ -1,4 +1,4 @@
-"""The `Acting` protocol, the parts that an acting is built from, and `ActingKind`, its entry in `acting/table.py`."""
+"""The `Acting` protocol, the parts that an acting mode is made of, and `ActingKind`, its entry in `acting/table.py`."""
 
 from __future__ import annotations
 
@@ -193,14 +193,14 @@ def _no_worker(setup: WorkerSetup, memory: Any) -> Worker:
     raise CoterieError("acting: a kind with child processes needs a `worker`")
 
 
-Section = Decoupled | Central  # the settings of an acting with child processes
+Section = Decoupled | Central  # the settings of an acting mode with child processes
 
 
 @dataclass(frozen=True)
 class ActingKind(Generic[M]):
     """One choice of acting, as the rest of the program knows it. Each module of this folder has its `KIND`.
 
-    `M` is the type of its `Memory`, None for an acting that shares nothing.
+    `M` is the type of its `Memory`, None for an acting mode that shares nothing.
     """
 
     connect: Callable[[LearnerSetup, M], Acting]  # in the learner's process

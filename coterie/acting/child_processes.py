@@ -34,7 +34,7 @@ def shares_evenly(config: ResolvedConfig, optional: bool = False) -> bool:
 
 
 def apart_refusals(section: Callable[[Config], Section], optional: bool = False) -> tuple[Refusal, ...]:
-    """Refusals of every acting with child processes."""
+    """Refusals of every acting mode with child processes."""
     return (
         Refusal(
             lambda c, s: not shares_evenly(c, optional),

@@ -1,4 +1,4 @@
-"""All actings by name."""
+"""All acting modes by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ACTING: Choices[ActingKind[Any]] = Choices(
 
 
 def register_acting(name: str, kind: ActingKind[Any]) -> None:
-    """Add an acting: `--acting NAME`. `kind`: as `KIND` in acting/inline.py. Raises `ConfigError` for others."""
+    """Add an acting mode: `--acting NAME`. `kind`: as `KIND` in acting/inline.py. Raises `ConfigError` for others."""
     register(ACTING, "acting", name, kind, ActingKind)
 
 

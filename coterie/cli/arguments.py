@@ -162,7 +162,7 @@ COMMANDS = {
     ),
     "plan": Command(
         "PRESET [--target FRAMES_PER_S] [...]",
-        "predict the speed of every acting x exchange",
+        "predict the speed of every acting mode x exchange",
         arg("--services", type=Path, metavar="FILE", help="costs that --save-services wrote; default: measure them"),
         arg("--save-services", type=Path, metavar="FILE", help="write the measured costs"),
         arg("--seconds", type=float, default=30.0, help="seconds to measure for"),

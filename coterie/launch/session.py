@@ -158,7 +158,7 @@ def _go(
     here = kind.one_learner and not acting_kind(config).apart
     if not here:
         start_server()
-    # A later run that starts from this config.json may use another acting: with inline acting, `actors` stays `auto`.
+    # A later run that starts from this config.json may act in another mode: with inline acting, `actors` stays `auto`.
     actors = config.actors or asked.actors
     kept = replace(asked, learners=config.learners, actors=actors, env=config.env)
     spec = make_spec(config.env, config.atari)

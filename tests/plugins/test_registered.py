@@ -66,7 +66,7 @@ def test_plan_simulates_a_registered_part_that_gives_its_simulation(tmp_path, mo
     found = json.loads(capsys.readouterr().out)
     rates = {(x["layout"]["acting"], x["layout"]["exchange"]): x["env_steps_per_s"] for x in found["layouts"]}
     assert rates["inline", "elastic"] < 0.9 * rates["inline", "solo"] * 2  # it costs a second in every fourth step
-    reason = "this acting or exchange was registered without a simulation"
+    reason = "this acting mode or exchange was registered without a simulation"
     assert {k: v for k, v in found["refused"].items() if "memory" in k} == dict.fromkeys(
         (f"memory {exchange}" for exchange in EXCHANGES), reason
     )

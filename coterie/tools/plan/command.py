@@ -32,7 +32,7 @@ _TABLE = "{:10} {:9} {:>8} {:>6} {:>6} {:>11} {:>11} {:>5} {:>5} {:>5} {:>5} {:>
 
 
 def plan(config: Config, asked: argparse.Namespace) -> int:
-    """Predict a run of every acting x exchange: frames/s, policy lag, how busy each part is, the bottleneck, and
+    """Predict a run of every acting mode x exchange: frames/s, policy lag, how busy each part is, the bottleneck, and
     dollars for a billion frames. The costs of the parts are measured here, or read from a file; nothing is trained.
     """
     hardware = _hardware(asked)
@@ -88,7 +88,7 @@ def _predict(config: Config, spec: Spec, services: Services, hardware: Hardware,
     for acting, exchange in product(ACTING, EXCHANGES):
         try:
             if not is_simulated(acting, exchange):
-                raise ConfigError("this acting or exchange was registered without a simulation")
+                raise ConfigError("this acting mode or exchange was registered without a simulation")
             one = layout(config, spec, hardware, acting, exchange, learners)
             if time.monotonic() - began > _SILENCE_S:  # many cores are many processes to simulate
                 print(f"coterie: simulating {one.name}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The process layout of a preset's run on given hardware, for each acting x exchange."""
+"""The process layout of a preset's run on given hardware, for each acting mode x exchange."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def _check(config: ResolvedConfig, spec: Spec, machines: int, hosted: bool) -> N
 
 
 def _cell(config: Config, acting: str, exchange: str, learners: int) -> Config:
-    """The config with another acting and exchange, with the same batches; in lockstep if the algorithm needs that."""
+    """The config with another acting mode and exchange, and the same batches; in lockstep if the algorithm needs it."""
     kind = acting_kind(config)
     was = kind.section(config)
     batch = 0 if was is None else was.batch_size

@@ -53,7 +53,7 @@ def cheapest(
     config: Config, spec: Spec, services: Services, most: Hardware, target: float, seed: int = 0
 ) -> tuple[Result | None, Result | None]:
     """The layout that reaches `target` frames/s for the fewest dollars per hour, the fastest of several; or None, and
-    the fastest result of any acting x exchange, each in its layout with the highest ceiling.
+    the fastest result of any acting mode x exchange, each in its layout with the highest ceiling.
     """
     found = sorted(candidates(config, spec, most), key=lambda x: x.dollars_per_hour)
     for _, same in groupby(found, key=lambda x: x.dollars_per_hour):

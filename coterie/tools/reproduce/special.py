@@ -150,7 +150,7 @@ def speedup(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
 
 
 def dollars(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
-    """SEED, Tables 3 to 5: the cost of both actings with one learner, from `coterie plan`."""
+    """SEED, Tables 3 to 5: the cost of both acting modes with one learner, from `coterie plan`."""
     names = {"decoupled": "IMPALA (decoupled)", "central": "SEED (central)"}
     found: dict[str, dict[str, dict[float, float]]] = {}  # dollars by env, acting and number of hosts
     rows = []
