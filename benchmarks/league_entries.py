@@ -62,11 +62,11 @@ class Entry:
 
     @property
     def record(self) -> Record | None:
-        """None where there is no run of this command with today's defaults. Records of before 30 November 2026 do not
-        tell their settings.
+        """None where there is no run of this command with today's defaults. Records of before 30 November 2026 have the
+        settings of the commit that they came with.
         """
         found = json.loads(self.path.read_text()) if self.path.exists() else {}
-        same = found.get("command") == self.typed and found.get("settings") in (None, self.settings)
+        same = found.get("command") == self.typed and found.get("settings") == self.settings
         return found if same else None
 
     @property

@@ -26,7 +26,7 @@ from coterie.envs.events import EnvEvents
 from coterie.envs.group import Envs
 from coterie.envs.make import backends, make_spec
 from coterie.envs.tasks import child_env
-from coterie.exchange.base import Guard, Peers, Setup
+from coterie.exchange.base import GradientGuard, Peers, Setup
 from coterie.exchange.table import exchange_kind
 from coterie.flight.life import Note, unrecorded
 from coterie.flight.record import FlightRecorder, begun, path_of, read_life
@@ -206,7 +206,7 @@ def normalizers(config: Config, model: Network) -> Moments:
     return Moments(cast(list[Normalizer], used))
 
 
-def net_of(model: Network) -> str:
+def network_digest(model: Network) -> str:
     """A digest of what the weights are called and how large they are: learners with other ones cannot average."""
     shapes = [(name, list(p.shape)) for name, p in model.state_dict().items()]
     return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]
@@ -229,6 +229,6 @@ def exchange_setup(
     """What the exchange of one learner is made of. `team`: the threads that train; the rest: of its flight record."""
     rule, optim = make_rule(config.optim), config.optim
     shared = rule if team.size == 1 else Divided(rule, team)
-    guard = Guard(optim.max_grad_norm, optim.on_nonfinite == "skip")
+    guard = GradientGuard(optim.max_grad_norm, optim.on_nonfinite == "skip")
     same = algorithm_class(config).steps_kind(config)
     return Setup(config, params, moments, peers, patience(config), shared, guard, same, note, flush)

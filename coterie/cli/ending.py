@@ -15,7 +15,7 @@ from shlex import quote
 from typing import Any, TextIO
 
 from coterie.parallel.signals import on_signals
-from coterie.runs.starting import Starting, silence
+from coterie.runs.starting import Starting, discard_stdout
 from coterie.types import EXIT_INTERRUPTED, CoterieError, counted, one_line
 
 PROGRESS_S = 10.0  # between two lines of progress of an evaluation
@@ -30,7 +30,7 @@ def carry_out(step: str, options: Namespace, work: Callable[[Starting], dict[str
     def stop(number: signal.Signals) -> None:
         if starting.step:  # else the run has begun, and is over
             did = "; ".join(starting.notes * (options.command == "resume")) or "nothing was written"
-            complain(f"{number.name} before the run began; {did}")
+            print_to_stderr(f"{number.name} before the run began; {did}")
             starting.code = EXIT_INTERRUPTED if options.command == "resume" else 128 + number
             raise SystemExit(starting.code)
 
@@ -46,7 +46,7 @@ def carry_out(step: str, options: Namespace, work: Callable[[Starting], dict[str
         finally:
             starting.close()
             if starting.stuck:
-                silence()
+                discard_stdout()
                 if sys.__stderr__ is not None:  # rich has replaced `sys.stderr`
                     sys.stderr = sys.stdout if _goes_there_too(sys.__stderr__) else sys.__stderr__
         return report(summary)
@@ -105,13 +105,13 @@ def progress(episodes: int) -> Callable[[int, int], bool]:
         nonlocal printed
         if (now := time.monotonic()) - printed >= PROGRESS_S:
             printed = now
-            complain(f"{min(done, episodes)} of {counted(episodes, 'episode')}, {steps:,} env steps so far")
+            print_to_stderr(f"{min(done, episodes)} of {counted(episodes, 'episode')}, {steps:,} env steps so far")
         return False
 
     return tell
 
 
-def complain(text: str) -> None:
+def print_to_stderr(text: str) -> None:
     """Print a line on stderr."""
     with suppress(OSError):
         print(f"coterie: {text}", file=sys.stderr, flush=True)
@@ -122,7 +122,7 @@ def flush() -> None:
     try:
         print(end="", flush=True)
     except OSError:
-        silence()
+        discard_stdout()
 
 
 def _goes_there_too(stderr: TextIO) -> bool:

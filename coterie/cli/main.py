@@ -21,7 +21,7 @@ import psutil
 from coterie import __version__
 from coterie.choices import unknown
 from coterie.cli.arguments import COMMANDS, overview, tree
-from coterie.cli.ending import carry_out, complain, flush
+from coterie.cli.ending import carry_out, flush, print_to_stderr
 from coterie.cli.help import warned
 from coterie.cli.options import as_toml, config_of, possible, words_of
 from coterie.config import Config
@@ -29,7 +29,7 @@ from coterie.extras import needs
 from coterie.parallel.processes import start_server
 from coterie.parallel.signals import on_signals
 from coterie.plugins import typed_in
-from coterie.runs.starting import Starting, uncollected
+from coterie.runs.starting import Starting, gc_paused
 from coterie.types import ConfigError, CoterieError
 
 
@@ -69,7 +69,7 @@ def train(options: Namespace, rest: list[str]) -> int:
         if config.launch == default.launch and (config.learners, config.acting) != (1, default.acting):
             start_server()  # there will be child processes: it imports torch at the same time
         starting.doing("importing torch")
-        with uncollected():
+        with gc_paused():
             from coterie.launch.session import train as run
 
         return run(warned(rest, config, starting.show), starting=starting)
@@ -82,7 +82,7 @@ def resume(options: Namespace) -> int:
         raise ConfigError(f"--steps: {options.steps} is not a whole number of env steps")
 
     def work(starting: Starting) -> dict[str, Any]:
-        with uncollected():
+        with gc_paused():
             from coterie.launch.session import resume as run
 
         how = {"steps": int(options.steps), "trust": options.trust, "or_earlier": options.or_earlier}
@@ -148,7 +148,7 @@ def work(options: Namespace, rest: list[str]) -> int:
     from coterie.acting.base import Stopped
     from coterie.build.resources import resolve_config
     from coterie.presets.common import whole_teams
-    from coterie.roles.remote_worker import Worker, run_actor, run_env_host
+    from coterie.roles.remote_worker import WorkerOptions, run_actor, run_env_host
     from coterie.runs.config_io import read_options, replace
     from coterie.runs.validate import validate
     from coterie.wire.auth import read_token, split
@@ -178,7 +178,7 @@ def work(options: Namespace, rest: list[str]) -> int:
     report(f"connecting to {options.connect}")
     try:
         with on_signals(signals.append):
-            (run_env_host if options.command == "envs" else run_actor)(config, endpoint, Worker(report, leave))
+            (run_env_host if options.command == "envs" else run_actor)(config, endpoint, WorkerOptions(report, leave))
     except Stopped:
         report("left before the work began")
     except RunEnded as reason:
@@ -253,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         typed_in(os.getcwd())  # not "", which children take for another folder
     except OSError:  # MKL ends a process there
-        complain("the current folder is gone: cd to another one")
+        print_to_stderr("the current folder is gone: cd to another one")
         return 2
     try:
         if code := run(args, _typed() if argv is None else 0.0):
@@ -261,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(end="", flush=True)
         return 0
     except ConfigError as error:
-        complain(str(error))
+        print_to_stderr(str(error))
         return 2
     except (CoterieError, OSError) as error:
         if isinstance(error, BrokenPipeError):  # `coterie list envs | head`
@@ -269,10 +269,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, CoterieError):
             with contextlib.suppress(OSError):
                 sys.stderr.write(error.trace)
-        complain(str(error))
+        print_to_stderr(str(error))
         return 1
     except KeyboardInterrupt:
-        complain("stopped at once" + "; the last checkpoint is intact" * (args[:1] in (["train"], ["resume"])))
+        print_to_stderr("stopped at once" + "; the last checkpoint is intact" * (args[:1] in (["train"], ["resume"])))
         return 1
     finally:
         flush()

@@ -232,8 +232,8 @@ class PoolBackend(Backend):
         if self._lives is not None:
             terminated = terminated | self._lost_life(values, done | truncated)
         obs = self._obs(values)
-        told = self._info == "steps" or (self._info == "episodes" and over.any())
-        info = numbers({name: values[at] for name, at in self._info_at.items()}, len(over)) if told else {}
+        wanted = self._info == "steps" or (self._info == "episodes" and over.any())
+        info = numbers({name: values[at] for name, at in self._info_at.items()}, len(over)) if wanted else {}
         return StepResults(obs, values[self._reward_at], terminated, truncated, over, info)
 
     def _lost_life(self, values: list[Array], over: Array) -> Array:

@@ -147,8 +147,8 @@ class VectorBackend(Backend):
                 what = "episodes of one step need autoreset NEXT_STEP or DISABLED"
                 raise CoterieError(f"env.id {self.spec.env_id!r}: {what}")
             obs = self._with_final(obs, info, done, truncated)
-        told = self._info == "steps" or (self._info == "episodes" and done.any())
-        numbers = self._numbers(info, done) if told else {}
+        wanted = self._info == "steps" or (self._info == "episodes" and done.any())
+        numbers = self._numbers(info, done) if wanted else {}
         self._answer = StepResults(obs, reward, terminated, truncated, done.copy(), numbers)
 
     def recv(self) -> StepResults:

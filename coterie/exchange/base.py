@@ -34,7 +34,7 @@ def check_finite(params: FlatParams) -> None:
         raise NonFinite(f"the weights of {params.nonfinite(params.data) or 'the whole net'} are not finite")
 
 
-class Guard:
+class GradientGuard:
     """Clips gradients. A non-finite one raises, or is dropped and counted in `skipped`."""
 
     def __init__(self, max_grad_norm: float, skip: bool) -> None:
@@ -66,7 +66,7 @@ class Exchange(ABC):
     What is not abstract counts on the run's board, decides without others, and keeps the weights local.
     """
 
-    guard: Guard
+    guard: GradientGuard
     board: Board
     rank: int  # this learner's row of the board
 
@@ -147,7 +147,7 @@ class Setup:
     peers: Peers
     timeout: float  # seconds to wait for another learner
     rule: Rule
-    guard: Guard
+    guard: GradientGuard
     same: tuple[object, ...] = ()  # settings of the algorithm that all learners in lockstep must share
     note: Note = unrecorded  # an event of the flight record
     flush: Callable[[], None] = unrecorded  # the events so far stay even if the learner is killed

@@ -33,7 +33,7 @@ class RestartBudget(Budget):
             raise CoterieError(f"{reason}; the limit of {self.limit} restarts in an hour ({self.field}) is reached")
 
 
-class BackOff:
+class RestartDelays:
     """When the actors that died are restarted: later with each death soon after the last one."""
 
     def __init__(self) -> None:

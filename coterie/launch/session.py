@@ -22,7 +22,7 @@ from typing import Any
 
 from coterie import presets
 from coterie.acting.table import acting_kind
-from coterie.build.factory import ProcessContext, make_model, net_of, normalizers
+from coterie.build.factory import ProcessContext, make_model, network_digest, normalizers
 from coterie.build.resources import plain_torch, resolve_config
 from coterie.build.unused import unused
 from coterie.build.validity import check_objects, check_spec
@@ -37,14 +37,14 @@ from coterie.launch.checks import beyond_its_steps, check_run
 from coterie.launch.coordinator import Coordinator
 from coterie.launch.supervisor import Supervisor
 from coterie.parallel.board import Board
-from coterie.parallel.guard import Guard
+from coterie.parallel.guard import StallGuard
 from coterie.parallel.params import FlatParams
 from coterie.parallel.processes import start_server
 from coterie.parallel.signals import HANDLED, STOP, on_signals
 from coterie.plugins import Part, label, named
 from coterie.presets.common import flat
 from coterie.roles.callbacks import Given, each, make_callback
-from coterie.roles.entry import Service
+from coterie.roles.entry import LearnerService
 from coterie.roles.learner_process import LearnerProcess
 from coterie.runs import checkpoint
 from coterie.runs.config_io import save_config
@@ -240,7 +240,7 @@ def _prepare(
 
 def _run_here(run: Coordinator, learner: LearnerProcess, callbacks: Sequence[Given]) -> dict[str, Any]:
     """Train in this process, so that a debugger and a notebook work."""
-    ended, guard = threading.Event(), Guard(run.config.log.stall, str(run.folder))
+    ended, guard = threading.Event(), StallGuard(run.config.log.stall, str(run.folder))
 
     def watch() -> None:
         """End the process when nothing moves: a simulator that hangs cannot be interrupted. The guard ends it where
@@ -261,7 +261,7 @@ def _run_here(run: Coordinator, learner: LearnerProcess, callbacks: Sequence[Giv
     try:
         run.poll()
         thread.start()
-        service = Service(learner, run.folder, partial(run.receive, 0), callbacks=callbacks)
+        service = LearnerService(learner, run.folder, partial(run.receive, 0), callbacks=callbacks)
         return run.go(service.run, learner.close)
     finally:
         ended.set()
@@ -276,7 +276,7 @@ def _link(config: ResolvedConfig, spec: Spec, resumed: bool, starting: Starting)
     starting.doing(f"connecting to the run at {kind.address(config)}")
 
     model = make_model(config, spec)
-    net = Net(net_of(model), len(FlatParams(model).data), max(1, normalizers(config, model).size))
+    net = Net(network_digest(model), len(FlatParams(model).data), max(1, normalizers(config, model).size))
     made: Link = named("link", kind.link)(config, net, resumed, starting.say)
     return made
 

@@ -20,7 +20,7 @@ from coterie.launch.chaos import FaultInjector
 from coterie.launch.coordinator import Coordinator
 from coterie.launch.placement import Placement
 from coterie.launch.rescue import Rescue
-from coterie.launch.retries import BackOff, RestartBudget, Starts
+from coterie.launch.retries import RestartBudget, RestartDelays, Starts
 from coterie.parallel.clock import awake
 from coterie.parallel.processes import Child, listen
 from coterie.roles.entry import Start, learner_process, worker_process
@@ -44,7 +44,7 @@ class Supervisor:
         self.group = self._place()
         self.learner_restarts = RestartBudget("restarts", config.restarts)
         self.actor_restarts = RestartBudget(f"{config.acting}.restarts", self.kind.restarts(config))
-        self.back_off = BackOff()  # of actors
+        self.back_off = RestartDelays()  # of actors
         self.rescue: Rescue | None = None  # while a learner is gone and what was learned is being saved
         self.missed: tuple[float, str] | None = None  # when a learner could not reach another one, and its report
         self.waiting_since = awake()  # when all learners began to wait, after a signal

@@ -20,7 +20,7 @@ _TRACE_S = 5.0  # for the process to print where it is
 _KILLED_S = 30.0  # for the kernel to end a killed process: at once, but on a machine that hangs
 
 
-class Guard:
+class StallGuard:
     """Ends this process once `alive` was not called for `limit` seconds, and says so with a traceback of all threads.
     `folder`: of the run. Time for which the process was stopped does not count.
     """

@@ -90,7 +90,7 @@ def learner_process(post: Post, config: ResolvedConfig, folder: Path, context: P
             learner.resume(checkpoint.load_part(start.saved, context.rank, alike, math.inf))
         learner.start(start.counts, start.total)
         callbacks = () if context.rank else config.callbacks
-        Service(learner, folder, post, _REPORT_S, start.done, callbacks).run()
+        LearnerService(learner, folder, post, _REPORT_S, start.done, callbacks).run()
 
 
 def worker_process(
@@ -105,7 +105,7 @@ def worker_process(
             worker.run(post)
 
 
-class Service:
+class LearnerService:
     """Runs a learner. `every`: least seconds between two reports; `done`: the last order that is not for it."""
 
     def __init__(

@@ -10,9 +10,9 @@ import signal
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else it prints traces of handled errors, such as a lost machine
 
 from coterie.parallel.signals import HANDLED, ignore_signals
-from coterie.runs.starting import uncollected
+from coterie.runs.starting import gc_paused
 
-with uncollected():
+with gc_paused():
     import coterie.roles.learner_process
     from coterie.acting.table import ACTING
     from coterie.algorithms.table import ALGORITHMS

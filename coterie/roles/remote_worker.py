@@ -37,7 +37,7 @@ from coterie.wire.codec import Layout, timestep_layout
 
 
 @dataclass(frozen=True)
-class Worker:
+class WorkerOptions:
     """What a remote worker needs of its user: what to print, whether to leave, and how fast."""
 
     report: Callable[[str], None]
@@ -55,7 +55,7 @@ class Session:
     settings: dict[str, Any]  # all that the run sent
 
 
-def _join(base: ResolvedConfig, endpoint: Endpoint, method: str, worker: Worker) -> Session:
+def _join(base: ResolvedConfig, endpoint: Endpoint, method: str, worker: WorkerOptions) -> Session:
     """Ask learner 0 for the run's settings and for the learner to work for."""
     with closing(Connection(endpoint, {}, worker.report)) as first:
         welcome = first.settings(method, worker.leave)
@@ -107,12 +107,12 @@ class FinishRollout:
                 raise
 
 
-class Progress:
+class ProgressPrinter:
     """Adds up the numbers in info in `info`, prints replaced envs at once, and every few seconds the env steps and the
     latency of the actions.
     """
 
-    def __init__(self, worker: Worker, env_steps: Callable[[], int], info: Means) -> None:
+    def __init__(self, worker: WorkerOptions, env_steps: Callable[[], int], info: Means) -> None:
         self._worker, self._env_steps, self._info, self._printed = worker, env_steps, info, time.monotonic()
         self._latencies = deque[float](maxlen=20_000)
 
@@ -144,7 +144,7 @@ class Progress:
         self._worker.report(f"{reason}: {self._env_steps():,} env steps")
 
 
-def run_env_host(base: ResolvedConfig, endpoint: Endpoint, worker: Worker) -> None:
+def run_env_host(base: ResolvedConfig, endpoint: Endpoint, worker: WorkerOptions) -> None:
     """Step `base.env` for a run of central acting until it has ended."""
     session = _join(base, endpoint, "Infer", worker)
     run, config, finish = session.run, _local_env(base, session.run), FinishRollout(worker.leave, worker.finish_s)
@@ -158,7 +158,7 @@ def run_env_host(base: ResolvedConfig, endpoint: Endpoint, worker: Worker) -> No
         envs = host_envs(env_share(config, config, spec, 0, 0))
         with closing(EnvLoop(envs, connect, finish, run.algo.unroll_length, worker.leave)) as loop:
             worker.report(f"{config.env.num_envs} envs of {config.env.id} for {session.connection.endpoint.address}")
-            progress = Progress(worker, lambda: loop.env_steps, info := Means())
+            progress = ProgressPrinter(worker, lambda: loop.env_steps, info := Means())
             loop.streams[0].info = info.take
             with progress.until_the_end():
                 loop.run(progress.update)
@@ -167,7 +167,7 @@ def run_env_host(base: ResolvedConfig, endpoint: Endpoint, worker: Worker) -> No
 class RemoteSink:
     """An actor's weights and rollouts over two streams to its learner. `layout`: of a rollout."""
 
-    def __init__(self, session: Session, worker: Worker, layout: Layout) -> None:
+    def __init__(self, session: Session, worker: WorkerOptions, layout: Layout) -> None:
         self._connection = connection = session.connection
         self.check, leave = FinishRollout(worker.leave, worker.finish_s), worker.leave
         self.version, self.env_steps = -1, 0
@@ -231,7 +231,7 @@ class RemoteSink:
         self._connection.close()
 
 
-def run_actor(base: ResolvedConfig, endpoint: Endpoint, worker: Worker) -> None:
+def run_actor(base: ResolvedConfig, endpoint: Endpoint, worker: WorkerOptions) -> None:
     """Act in `base.env` for a run of decoupled acting until it has ended."""
     session = _join(base, endpoint, "PushRollouts", worker)
     run, mine = _actor_config(base, session)
@@ -242,7 +242,7 @@ def run_actor(base: ResolvedConfig, endpoint: Endpoint, worker: Worker) -> None:
         share = env_share(run, mine, spec, 0, sink.first_env_id())
         with closing(RolloutLoop(share, agent, sink.count, partial(sink.attach, fields))) as loop:
             worker.report(f"an actor with {width} envs of {mine.env.id} for {session.connection.endpoint.address}")
-            progress = Progress(worker, lambda: sink.env_steps, sink.info)
+            progress = ProgressPrinter(worker, lambda: sink.env_steps, sink.info)
             with progress.until_the_end():
                 loop.run(lambda: progress.update(loop.report.take()))
 

@@ -21,13 +21,13 @@ _LEAVE_S = 5.0  # for a terminal to take what is left
 _ERASE = "\r\x1b[2K"  # the line, on a terminal
 
 
-def silence() -> None:
+def discard_stdout() -> None:
     """Print nothing more, so that Python's own exit has nothing to write: it would wait, or fail."""
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Around the import of torch: no garbage is collected meanwhile, nor looked for later in what it has made."""
     first, collecting = "torch" not in sys.modules, gc.isenabled()
     gc.disable()

@@ -29,7 +29,7 @@ def outside(x: Array, low: Any, high: Any) -> str:
     return f"values from {x.min():.4g} to {x.max():.4g} where its space has {bounds}: widen the space, or clip"
 
 
-class Watched(Backend):
+class CheckingBackend(Backend):
     """Gives the answers of `inner` as NumPy arrays, and adds to `mend` what is wrong with them."""
 
     def __init__(self, inner: Backend, mend: dict[str, str]) -> None:

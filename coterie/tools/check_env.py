@@ -30,7 +30,7 @@ from coterie.envs.vector import APART, make_together
 from coterie.plugins import Part, raised
 from coterie.presets.common import flat
 from coterie.runs.objects import name_of
-from coterie.tools.check_backend import Watched, observation, outside
+from coterie.tools.check_backend import CheckingBackend, observation, outside
 from coterie.types import MASK, ConfigError, CoterieError, counted, entries, one_line
 
 _SAME, _LONGEST_S = 100, 30.0  # steps of two copies; seconds of random play
@@ -79,7 +79,7 @@ def _check(env: Env, steps: int, render: bool) -> tuple[list[str], list[str]]:
 
     def copy(rendered: bool = False) -> Any:
         if together:
-            return Watched(make_together(env, [*range(1, max(1, env.num_envs) + 1)]), mend)
+            return CheckingBackend(make_together(env, [*range(1, max(1, env.num_envs) + 1)]), mend)
         if pool:
             return PoolBackend(env, Atari(), [1], 1, False, rendered)
         backend = LocalBackend(env, [1])
@@ -156,7 +156,7 @@ def _random_steps(backend: Backend, steps: int, limit: int, mend: dict[str, str]
         ends += zip(length[done].tolist(), answer.terminated[done].tolist(), strict=True)
         if time.monotonic() - begin > _LONGEST_S:
             break
-    rate = len(rewards) / (backend.seconds if isinstance(backend, Watched) else time.monotonic() - begin)
+    rate = len(rewards) / (backend.seconds if isinstance(backend, CheckingBackend) else time.monotonic() - begin)
     largest = max((abs(x) for x in rewards if math.isfinite(x)), default=0.0)
     lengths, over = [n for n, _ in ends], sum(terminated for _, terminated in ends)
     if not ends and not limit:

@@ -29,7 +29,7 @@ from coterie.parallel.signals import HANDLED, WARNING, on_signals, stop_with_par
 from coterie.runs import checkpoint
 from coterie.runs.files import read_json
 from coterie.runs.metrics import RUN_FILES, file_name, read_metrics
-from coterie.runs.starting import Starting, silence
+from coterie.runs.starting import Starting, discard_stdout
 from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
 
 _RANK = (0, EXIT_INTERRUPTED, 2, 1)  # exit codes, the worst last
@@ -219,7 +219,7 @@ def run_jobs(jobs: Sequence[Job], at_once: int) -> int:
     finally:
         screen.close()
         if screen.stuck:
-            silence()
+            discard_stdout()
 
 
 def _run(todo: list[Job], whole: int, at_once: int, say: Callable[[str], None]) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coterie.exchange.base import Exchange, Guard, Peers, Setup
+from coterie.exchange.base import Exchange, GradientGuard, Peers, Setup
 from coterie.exchange.store import Store
 from coterie.models.heads import Moments, Normalizer
 from coterie.parallel.board import Board
@@ -84,7 +84,7 @@ def make_setup(
 ) -> Setup:  # fmt: skip
     """What an exchange is made of; SGD by itself. `changes`: of the config, with __ for a dot."""
     config = make_config(**{name.replace("__", "."): value for name, value in changes.items()})
-    return Setup(config, params, Moments(norms), peers or Peers(), timeout, rule or Sgd(), Guard(clip, skip))
+    return Setup(config, params, Moments(norms), peers or Peers(), timeout, rule or Sgd(), GradientGuard(clip, skip))
 
 
 def member(

@@ -9,7 +9,7 @@ from coterie.parallel import guard
 
 def test_a_guard_that_the_kernel_does_not_end_in_time_raises_nothing(monkeypatch):
     """What the run raised must be seen, not how long the kernel took."""
-    beside = guard.Guard(900.0, "run")
+    beside = guard.StallGuard(900.0, "run")
     wait = beside._popen.wait
 
     def too_long(seconds: float) -> int:
@@ -21,6 +21,6 @@ def test_a_guard_that_the_kernel_does_not_end_in_time_raises_nothing(monkeypatch
 
 
 def test_a_watch_that_wakes_as_the_run_ends_is_no_error() -> None:
-    beside = guard.Guard(900.0, "run")
+    beside = guard.StallGuard(900.0, "run")
     beside.close()
     beside.alive()

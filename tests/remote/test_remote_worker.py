@@ -24,7 +24,7 @@ from coterie.parallel.slots import Slots
 from coterie.parallel.weights import Weights
 from coterie.remote.admission import settings_of
 from coterie.remote.rollout_service import RolloutService
-from coterie.roles.remote_worker import Worker, run_actor, run_env_host
+from coterie.roles.remote_worker import WorkerOptions, run_actor, run_env_host
 from coterie.runs.config_io import replace, to_dict
 from coterie.types import CoterieError
 from coterie.wire.auth import offset
@@ -81,7 +81,7 @@ def test_settings_that_a_worker_cannot_use_are_refused_with_one_line(serve: Serv
     method = "Infer" if work is run_env_host else "PushRollouts"
     endpoint = serve({method: lambda hello: ServiceStream({"learners": 1, "settings": json.dumps(settings)})})
     with pytest.raises(CoterieError) as caught:
-        work(BASE, endpoint, Worker(print, lambda: None))
+        work(BASE, endpoint, WorkerOptions(print, lambda: None))
     assert why in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -121,7 +121,7 @@ def test_remote_actors_explore_by_the_ladder_of_the_whole_run(serve: Serve):
         if left.is_set():
             raise Stopped
 
-    worker = Worker(lambda line: None, leave, finish_s=0.0)
+    worker = WorkerOptions(lambda line: None, leave, finish_s=0.0)
     threads = [threading.Thread(target=run_actor, args=(BASE, endpoint, worker)) for _ in learners]
     for thread in threads:
         thread.start()

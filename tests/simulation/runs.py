@@ -28,7 +28,7 @@ from coterie.launch.coordinator import Coordinator
 from coterie.parallel import board, seqlock
 from coterie.parallel.board import Board
 from coterie.roles import entry
-from coterie.roles.entry import Service
+from coterie.roles.entry import LearnerService
 from coterie.runs import checkpoint
 from tests.conftest import VECTOR, make_config
 from tests.simulation.processes import HOUR_S, STALL_S, Child, Learner, World
@@ -104,7 +104,7 @@ class RunSimulation(Simulation):
                     learner.load(checkpoint.learner(checkpoint.load(saved)[0], 0))
                     learner.start(state["learners"][0], state["env_steps"])
                     learner.write_counts()
-                service = Service(learner, self.folder, lambda *x: self.world.post(*x, partial(run.receive, 0)))
+                service = LearnerService(learner, self.folder, lambda *x: self.world.post(*x, partial(run.receive, 0)))
                 run.poll()
                 self.over = run.go(service.run, learner.close)
             else:

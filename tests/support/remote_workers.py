@@ -12,7 +12,7 @@ from pathlib import Path
 from coterie.acting.base import Stopped
 from coterie.build.resources import resolve_config
 from coterie.config import Config, Env
-from coterie.roles.remote_worker import Worker
+from coterie.roles.remote_worker import WorkerOptions
 from coterie.wire.client import Endpoint
 from coterie.wire.tokens import own_token
 from tests.support.commands import PATIENCE
@@ -35,7 +35,7 @@ def decoupled(out: Path, port: int, **changes: object) -> list[str]:
 
 
 class WorkerThread:
-    """A remote worker in a thread of this process. `times`: of its `Worker`. `behind`: the port of a proxy."""
+    """A remote worker in a thread of this process. `times`: of its `WorkerOptions`. `behind`: the port of a proxy."""
 
     def __init__(
         self, work: Callable[..., None], port: int, env: Env | None = None, times: tuple[float, ...] = (10.0, 0.5),
@@ -59,7 +59,7 @@ class WorkerThread:
 
         def run() -> None:
             try:
-                work(config, endpoint, Worker(report, leave, *times))
+                work(config, endpoint, WorkerOptions(report, leave, *times))
             except Stopped:
                 pass
             except BaseException as error:

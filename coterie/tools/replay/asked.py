@@ -27,7 +27,7 @@ SWITCHED = (  # what a learner reads at each use, and not as it is made
 
 
 @dataclass(frozen=True)
-class Asked:
+class ReplayRequest:
     """What to replay: all that is recorded, unless `origin` names the checkpoint that the lives began with ("start":
     none), or a learner step: the last life that has it. `edits`: settings that are to be others, from that step or from
     the beginning of the first life on; then nothing is compared, and later lives are left out.

@@ -27,10 +27,10 @@ from coterie.runs.config_io import read_options, replace
 from coterie.runs.files import save
 from coterie.runs.trust import open_run
 from coterie.runs.validate import validate
-from coterie.tools.replay.asked import Asked, Together, no_step
+from coterie.tools.replay.asked import ReplayRequest, Together, no_step
 from coterie.tools.replay.compare import machine_differences
 from coterie.tools.replay.engine import Place, Replay, Result, explain
-from coterie.tools.replay.moment import Hold, Moment, debug
+from coterie.tools.replay.moment import Moment, StepBreakpoint, debug
 from coterie.types import ConfigError, CoterieError, counted
 
 
@@ -47,7 +47,7 @@ def replay(options: Namespace) -> int:
         if path.is_dir():
             raise ConfigError(f"--out: {path} is a folder")
         at, call = options.export_step, partial(_export, path)
-    asked = Asked(options.origin, options.to, edits, at, call, options.learner)
+    asked = ReplayRequest(options.origin, options.to, edits, at, call, options.learner)
     try:
         for result in replay_run(folder, config, asked, print):
             print(_shown(result), flush=True)
@@ -64,7 +64,7 @@ def replay(options: Namespace) -> int:
     return int(any(result.difference for result in found))
 
 
-def replay_run(folder: Path, asked: Config, what: Asked, say: Callable[[str], None]) -> Iterator[Result]:
+def replay_run(folder: Path, asked: Config, what: ReplayRequest, say: Callable[[str], None]) -> Iterator[Result]:
     """Replay the lives of a run's learners, up to those of which one differs. Raises `ConfigError` where it cannot be
     done, and `CoterieError` where the first state of `origin` is gone. `say`: takes lines about the machine.
     """
@@ -81,7 +81,7 @@ def replay_run(folder: Path, asked: Config, what: Asked, say: Callable[[str], No
     def observers(learner: LearnerProcess) -> list[Observer]:
         if what.at is None or learner.context.rank != what.learner:
             return []
-        holds.append(Hold(learner, what.at, what.call))
+        holds.append(StepBreakpoint(learner, what.at, what.call))
         return holds[-1:]
 
     for each in groups:
@@ -100,7 +100,7 @@ def replay_run(folder: Path, asked: Config, what: Asked, say: Callable[[str], No
         if any(result.difference for result in results):
             return
         reached = max([reached, *(x.steps for x in results if x.life.header["learner"] == what.learner)])
-    if what.at is not None and not any(cast(Hold, hold).done for hold in holds):
+    if what.at is not None and not any(cast(StepBreakpoint, hold).done for hold in holds):
         raise ConfigError(no_step(what.learner, reached, what.at))
 
 

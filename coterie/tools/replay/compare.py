@@ -19,7 +19,7 @@ _COMPARED = ("rollout", "weights", "final")
 
 
 @dataclass(frozen=True)
-class Odd:
+class DivergentRollout:
     """A rollout in which envs returned something else than was recorded, after equal weights and first actions; or a
     life's first rollout, if already its first actions differ.
     """
@@ -32,7 +32,7 @@ class Odd:
 class Differs(Exception):
     """The replay is not what was recorded; the message says where and why."""
 
-    def __init__(self, message: str, odd: Odd | None = None) -> None:
+    def __init__(self, message: str, odd: DivergentRollout | None = None) -> None:
         super().__init__(message)
         self.odd = odd
 
@@ -85,11 +85,11 @@ class Comparison(Observer):
         if there[4] != here[4]:
             text = self._actions(max(of_one[0] for of_one in there[3]))
             # The observations before the first actions of a later rollout are the last ones of the one before it.
-            return Differs(f"{step}: {text}", None if number else Odd(number, kept, True))
+            return Differs(f"{step}: {text}", None if number else DivergentRollout(number, kept, True))
         envs, rows = differing_envs(there[5], here[5], self.last.env_id), len(self.last.reward)
         which = f"all {len(envs)} envs" if 1 < len(envs) == len(self.last.env_id) else f"env {_listed(envs) or 'some'}"
         text = f"weights and first actions are equal, but what {which} returned within these {rows} rows is not"
-        return Differs(f"{step}: {text}", Odd(number, kept))
+        return Differs(f"{step}: {text}", DivergentRollout(number, kept))
 
     def _actions(self, step: int) -> str:
         """What other first actions mean, by weights of this learner step."""
@@ -110,7 +110,7 @@ class Comparison(Observer):
         return f"{steps}: {shown} differ after equal rollouts; {machine(self.header)}"
 
 
-def cause(first: Odd, second: Odd | None, header: dict[str, Any]) -> str:
+def cause(first: DivergentRollout, second: DivergentRollout | None, header: dict[str, Any]) -> str:
     """Why envs returned something else than was recorded, by what a second replay had there (None: no such rollout).
     Empty where first actions differ and the envs are not the cause.
     """

@@ -27,7 +27,7 @@ from coterie.roles.learner_process import LearnerProcess
 from coterie.roles.life import digest_of_state
 from coterie.runs.checkpoint import Tensors
 from coterie.tools.duel import REPLAYED
-from coterie.tools.replay.compare import Comparison, Differs, Odd, cause
+from coterie.tools.replay.compare import Comparison, Differs, DivergentRollout, cause
 from coterie.types import ConfigError, CoterieError, Rollout, one_line
 
 Observers = Callable[[LearnerProcess], Sequence[Observer]]
@@ -48,7 +48,7 @@ class Result:
     digests: int = 0
     unseen: int = 0  # learner steps since the weights were compared
     difference: str = ""  # the first one
-    odd: Odd | None = None  # where an env may be at fault
+    odd: DivergentRollout | None = None  # where an env may be at fault
     error: str = ""  # that ended it
     stopped: str = ""  # why it ends here, without an error
 

@@ -40,7 +40,7 @@ class Moment:
         return save({name: x.detach().cpu().clone().contiguous() for name, x in found.items()})
 
 
-class Hold(Observer):
+class StepBreakpoint(Observer):
     """Calls `call` once, at learner step `step`."""
 
     def __init__(self, learner: LearnerProcess, step: int, call: Callable[[Moment], None]) -> None:

@@ -11,7 +11,7 @@ from coterie.cli.main import main
 from coterie.flight.record import lives
 from coterie.launch.session import resume
 from coterie.runs.trust import open_run
-from coterie.tools.replay.asked import SWITCHED, Asked
+from coterie.tools.replay.asked import SWITCHED, ReplayRequest
 from coterie.tools.replay.command import replay_run
 from tests.tools.replay.test_replay import LAYOUTS, run
 
@@ -48,7 +48,9 @@ def test_a_setting_is_switched_at_a_learner_step(tmp_path, kind):
     found = list[torch.Tensor]()  # the weights at the last learner step
     for edit in (None, *VALUES[kind]):
         edits = {} if edit is None else {edit: VALUES[kind][edit]}
-        asked = Asked(str(since), last, edits, last, lambda moment: found.append(moment.learner.params.data.clone()))
+        asked = ReplayRequest(
+            str(since), last, edits, last, lambda moment: found.append(moment.learner.params.data.clone())
+        )
         (result,) = replay_run(folder, open_run(folder), asked, print)
         assert (result.difference, result.switched) == ("", since if edits else None)
         assert result.digests == (since if edits else last)

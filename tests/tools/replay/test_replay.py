@@ -16,7 +16,7 @@ from coterie.flight.record import FlightRecorder, lives
 from coterie.launch.session import resume, train
 from coterie.roles.callbacks import Callback, Run
 from coterie.runs.trust import open_run
-from coterie.tools.replay.asked import Asked
+from coterie.tools.replay.asked import ReplayRequest
 from coterie.tools.replay.command import replay_run
 from coterie.types import CoterieError
 from tests.conftest import make_config
@@ -49,7 +49,7 @@ def run(out, callbacks=(), **changes: Any):
 
 
 def replayed(folder, *asked, say=lambda line: None):
-    return list(replay_run(folder, open_run(folder), Asked(*asked), say))
+    return list(replay_run(folder, open_run(folder), ReplayRequest(*asked), say))
 
 
 def assert_equal(results, until=False):
@@ -169,7 +169,7 @@ def test_a_learner_step_is_exported_and_holds_what_the_update_was_made_of(tmp_pa
             moment.learner.algorithm.loss(moment.learner.model, part).total.backward()
         torch.testing.assert_close(moment.learner.params.grad, before)
 
-    asked = Asked(until=6, at=5, call=look)
+    asked = ReplayRequest(until=6, at=5, call=look)
     assert_equal(list(replay_run(folder, open_run(folder), asked, print)), until=True)
     assert [step for step, *_ in seen] == [5]
     rewards = [name for name in kept if name.endswith("/reward")]
