@@ -45,7 +45,7 @@ GPU = {
     "dqn": DQN,
     "dqn, no graphs": f"{DQN} {PLAIN}",
     "a2c": f"a2c {NATURE} --env.num-envs 256",
-    "impala": f"impala {NATURE}",
+    "impala": f"impala-paper {NATURE}",
     "seed-vtrace": f"seed-vtrace {NATURE} {MANY}",
     "seed-vtrace, 4 hosts": f"seed-vtrace {NATURE} {MANY} --actors 4",
     "gala-a2c, 4 learners": f"gala-a2c {NATURE} --learners 4 --env.num-envs 64",
@@ -59,7 +59,7 @@ LAYOUTS = {
     "gossip": "gala-a2c --learners 2 --env.num-envs 64 --algo.unroll-length 5",
     "hogwild": f"a2c {TWO} --exchange hogwild",
     "allreduce": f"a2c {TWO}",
-    "decoupled (IMPALA)": "impala",
+    "decoupled (IMPALA)": "impala-paper",
     "central (SEED)": "seed-vtrace --algo.unroll-length 20",
 }
 CPU = {

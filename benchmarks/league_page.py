@@ -45,9 +45,10 @@ CONDITIONS = """## Conditions
   same hyperparameters in both, but starts to train after 10,000 env steps in Coterie, after 100 there.
 - No run was steered. The budgets of `gala-ppo` and `ppo-paper` on Pong were raised after runs of 3M env steps had ended
   at 4.9 and 17.2, and that of `appo` with them. Trained again after their defaults had changed: `dqn` on CartPole
-  (before: 393), `ppo` on MountainCar (-138), `dqn` and `rainbow` on MountainCar (-148 and -100), `gala-ppo` on vectors
-  and MuJoCo (LunarLander 201, LunarLanderContinuous 212, Hopper 2149, Walker2d 1415, HalfCheetah 1405), and what is
-  listed with older defaults [here](learning.md#what-did-not-learn). Runs on one core that would have had more learners
+  (before: 393), `ppo` on MountainCar (-138), `dqn` and `rainbow` on MountainCar (-148 and -100), `gala-ppo` on
+  LunarLander (201), and what is listed with older defaults [here](learning.md#what-did-not-learn). To be trained again:
+  `gala-ppo` on other vectors and MuJoCo (before: LunarLanderContinuous 212, Hopper 2149, Walker2d 1415, HalfCheetah
+  1405, commit 7facdaf7). Runs on one core that would have had more learners
   or envs on two were made again with two.
 """
 
@@ -132,7 +133,7 @@ def summary(found: dict[str, dict[str, Group]]) -> list[str]:
             "runs done",
             "best preset; env steps",
             "Stable-Baselines3's defaults, run here; env steps",
-            "best published (tuned for the env or not); env steps",
+            "best of the published scores below; env steps",
         ),
     ]
     for (group, env), count in total.items():

@@ -57,7 +57,7 @@ GROUPS: dict[str, tuple[str, str, dict[str, Any], dict[str, dict[str, Any]]]] = 
         },
     ),
     "vtrace-breakout": (
-        "impala", "Breakout-v5", {**_BREAKOUT, "env.num_envs": 32},
+        "impala-paper", "Breakout-v5", {**_BREAKOUT, "env.num_envs": 32},
         {
             "decoupled solo, 1 actor": {"actors": 1},
             "decoupled solo, 2 actors": {"actors": 2},

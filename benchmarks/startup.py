@@ -33,7 +33,7 @@ COMMANDS = {
     "impala": "impala --env CartPole-v1",
     "seed-vtrace": "seed-vtrace --env CartPole-v1",
     "ppo, Atari": "ppo --env Breakout-v5",
-    "impala, Atari": "impala --env Breakout-v5",
+    "impala, Atari": "impala-paper --env Breakout-v5",
     "ppo, env workers": "ppo --env CartPole-v1 --env.backend workers",
 }
 

@@ -72,9 +72,10 @@ comparison with other values is recorded. A value without a source is the defaul
 {NOTE}
 ## Ours, or the paper's
 
-Env steps of a run by default, in millions. **Bold**: set up as in a paper, or nearly so, for this budget or a larger
-one. The others have our settings, for a few cores: [the league](../results/league.md) has what they learned, and those
-*in italics* have not been shown to learn such environments with their defaults. At its start a run says which it is.
+Env steps of a run by default, in millions. **Bold**: set up for this budget or a larger one, and but for `impala` as in
+a paper, or nearly so. The others have our settings, for a few cores: [the league](../results/league.md) has what they
+learned, and those *in italics* have not been shown to learn such environments with their defaults. At its start a run
+says which it is.
 """
 
 GIVEN = ("Policy", "Run")  # classes whose objects a user gets, and does not make
@@ -246,10 +247,10 @@ def preset(name: str) -> str:
 
 def budgets() -> str:
     """Each preset's env steps by family."""
-    rows = [f"| preset | {' | '.join(FAMILIES)} |", "|---|" + "---|" * len(FAMILIES)]
+    rows = [f"| preset | {' | '.join(KINDS.values())} |", "|---|" + "---|" * len(FAMILIES)]
     for name in presets.PRESETS:
         steps = [columns(name)[f].get("steps", Config().steps) / 1e6 if f in columns(name) else None for f in FAMILIES]
-        shown = [name == "bc" or name in presets.SHOWN[KINDS[f]] for f in FAMILIES]
+        shown = [presets.is_shown(name, KINDS[f]) for f in FAMILIES]
         marks = ["**" if (n or 0) >= 10 else "" if known else "*" for n, known in zip(steps, shown, strict=True)]
         cells = ["-" if n is None else f"{m}{n:,g}{m}" for n, m in zip(steps, marks, strict=True)]
         rows.append(f"| [{name}](#{name}) | {' | '.join(cells)} |")

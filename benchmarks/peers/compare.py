@@ -72,8 +72,8 @@ CASES: dict[str, tuple[str, list[Entry]]] = {
     "breakout-one-pass": (
         "Actor-critic, Breakout, Nature CNN, one pass",
         [
-            coterie("impala, 2 actors", "bf16", "impala", *_NATURE, "--env.groups", "1"),
-            coterie("impala, 2 actors", "fp32", "impala", *_NATURE, "--env.groups", "1"),
+            coterie("impala, 2 actors", "bf16", "impala-paper", *_NATURE, "--env.groups", "1"),
+            coterie("impala, 2 actors", "fp32", "impala-paper", *_NATURE, "--env.groups", "1"),
             peer("Sample Factory APPO", "EnvPool", "sample-factory", "appo.py", "breakout"),
             peer("Stable-Baselines3 A2C", "EnvPool", "sb3", "sb3.py", "breakout", "a2c", "envpool"),
             peer("Stable-Baselines3 A2C", "gymnasium", "sb3", "sb3.py", "breakout", "a2c", "gymnasium"),

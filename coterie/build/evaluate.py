@@ -44,7 +44,8 @@ class Scores:
     env_id: str
     returns: list[float] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
-    unfinished: int = 0  # episodes that the step budget cut off; not in `returns`
+    unfinished: int = 0  # episodes that the step budget or `stop` cut off; not in `returns`
+    stopped: bool = False
     secondary: Scores | None = None  # of a secondary learner on as many episodes
     info: Means = field(default_factory=Means)  # numbers in the env's info at the ends of episodes
     tasks: list[Scores] = field(default_factory=list)  # one for each task of several; the above are of all episodes
@@ -79,9 +80,9 @@ class Scores:
 
 @dataclass(frozen=True)
 class Trial:
-    """How a policy is scored: whole episodes of each task, until `max_steps` env steps of it (default:
-    `eval.max_steps`), or until `stop`, called with a task's finished episodes and env steps, returns True. All agents
-    of an env play as many.
+    """How a policy is scored: whole episodes of each task, at most `max_steps` env steps of it (default:
+    `eval.max_steps`). All agents of an env play as many. `stop`, called with a task's finished episodes and env steps,
+    ends the whole evaluation by returning True.
     """
 
     episodes: int
@@ -105,7 +106,7 @@ def evaluate(algorithm: AnyAlgorithm, model: Network, config: Config, trial: Tri
             scores.lengths += one.lengths
             scores.unfinished += one.unfinished
             scores.info.add(one.info)
-            if one.unfinished and trial.stop(len(one.returns), 0):  # the envs of other tasks are not made any more
+            if one.stopped:  # the envs of other tasks are not made any more
                 scores.unfinished += trial.episodes * (len(several) - at - 1)
                 break
         return scores
@@ -121,7 +122,8 @@ def evaluate(algorithm: AnyAlgorithm, model: Network, config: Config, trial: Tri
         player = Player(algorithm, model, envs.spec, n, trial.seed)
         ts, steps = envs.recv(0), 0
         while quota.any():
-            if steps >= budget or trial.stop(len(scores.returns), steps):
+            scores.stopped = trial.stop(len(scores.returns), steps)
+            if scores.stopped or steps >= budget:
                 scores.unfinished = int(quota.sum())
                 break
             envs.send(0, player.act(ts.obs, ts.is_first, ts.reward, trial.sampled))
@@ -285,7 +287,7 @@ def evaluate_run(
     stop: Callable[[int, int], bool] = lambda done, steps: False, trust: bool = False, **new: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Score a run's policy: mean over whole episodes +- standard error, human-normalized where a reference exists.
-    `stop`: called before each env step with the finished episodes and env steps of the present task; True ends it.
+    `stop`: called before each env step with the finished episodes and env steps of the present task; True ends all.
     `trust`, `new`: see `load`.
     """
     for name, value, least in (("episodes", episodes, 1), ("seed", seed, 0)):

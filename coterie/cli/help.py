@@ -98,9 +98,9 @@ def _surprises(options: Iterable[str], config: Config) -> Iterator[str]:
     if config.preset in presets.PRESETS:
         millions, kind = presets.make(config.preset, config.env.id, spec).steps // 1_000_000, family(spec)
         if millions >= 10:
-            yield f"{config.preset} is set up as in a paper, for {millions:,} million env steps or more; try ppo first"
-        elif config.preset not in (*presets.SHOWN[kind], "bc"):
-            yield f"{config.preset} has not been shown to learn {kind} with its defaults; try ppo first"
+            yield f"{config.preset} is set up for {millions:,} million env steps or more; with fewer, try ppo first"
+        elif not presets.is_shown(config.preset, kind):
+            yield f"{config.preset} has not been shown to learn from {kind} with its defaults; try ppo first"
     for name, needs in unused(options, config, spec):
         yield f"--{name.replace('_', '-')} has no effect in this run: it needs {needs}"
 

@@ -58,7 +58,7 @@ class Coordinator:
         self.saved: dict[int, Saved] = {}  # what its members have reported about their parts
         self.scores: Scores | None = None
         self.places, self.info = set[str](), Means()  # where envs have raised; numbers in their info
-        self.given, self.retries = 0.0, Retries(config.log.unsaved_limit)  # of orders
+        self.given, self.evaluation, self.retries = 0.0, 0, Retries(config.log.unsaved_limit)  # of orders
         self.heartbeats, self.last_checkpoint = Heartbeats(), time.monotonic()
         self.digests, self.signals = dict[int, str](), signals  # that came while the run started
         self.signal: signal.Signals | None = None
@@ -200,7 +200,7 @@ class Coordinator:
         if self.paused or not self.retries.are_due:
             return 0
         evaluates = self.config.eval.every and 0 in self.members and not self.board.stopping
-        what = SAVE if self.retries.began else SAVE | EVALUATE  # a disk that is full does not repeat an evaluation
+        what = SAVE if self.retries.failed else SAVE | EVALUATE  # a disk that is full does not repeat an evaluation
         scored = what if evaluates and self.ledger.env_steps >= self.next_eval else 0
         if self.idle:  # the last order is near
             return (scored or SAVE | LAST) if self.members <= self.idle else 0
@@ -219,9 +219,9 @@ class Coordinator:
         try:
             checkpoint.open_draft(self.root, f"order_{number}")
         except CoterieError as error:
-            self.give_up_order(str(error))
-            return
+            return self.give_up_order(str(error))
         self.order, self.saved, self.scores, self.given = number, {}, None, awake()
+        self.evaluation = number if what & EVALUATE else self.evaluation
         self.board.give(what)
 
     def _follow_order(self) -> None:
@@ -229,7 +229,7 @@ class Coordinator:
         missing = sorted(self.members - self.saved.keys())
         if not missing and self.saved:  # all learners may be gone
             self._seal()
-        elif self.board.order[1] & EVALUATE and self.board.evaluated[0] < self.order and not self.board.stopping:
+        elif self.board.evaluated[0] < self.evaluation and not self.board.stopping:
             self.given = awake()  # an evaluation may take as long as it does
         elif awake() - self.given > self.config.log.stall:
             whose = f"learner {missing[0]}" if missing else "any learner"
@@ -237,8 +237,8 @@ class Coordinator:
 
     def give_up_order(self, failure: str = "") -> None:
         """Abandon the current order and make a new one due: at once, or after a while where there was a `failure`."""
-        self.order, self.saved = None, {}
-        self.last_checkpoint = -1e9
+        self.order, self.saved, self.last_checkpoint = None, {}, -1e9
+        self.evaluation = self.evaluation if failure else 0  # a learner is gone, perhaps the one that evaluates
         if failure:
             checkpoint.sweep(self.root)  # a full disk needs the room
             if self.retries.fail(failure):
@@ -257,9 +257,8 @@ class Coordinator:
 
     def _seal(self) -> None:
         what, ledger, scores = self.board.order[1], self.ledger, self.scores
-        counts = [  # a learner that is gone keeps what it had learned
-            self.saved[rank].counts if rank in self.saved else self.board.read(rank) for rank in range(self.learners)
-        ]
+        # A learner that is gone keeps what it had learned.
+        counts = [self.saved[k].counts if k in self.saved else self.board.read(k) for k in range(self.learners)]
         steps, line, next_eval = sum(row["learned"] for row in counts), dict[str, Any](), self.next_eval
         if scores is not None:
             line, every = ledger.take_scores(scores, steps), self.config.eval.every
@@ -268,22 +267,23 @@ class Coordinator:
         try:
             draft = checkpoint.draft_path(self.root, f"order_{self.order}")
             path = self.sealed = checkpoint.seal(self.root, draft, steps, state, self.config.log.stall / 2)
-            # Episodes that end early are not a fair sample: a score that was cut short marks nothing.
-            if scores is not None and scores.returns and not scores.unfinished:
-                checkpoint.mark_best(self.root, path, scores.mean)
         except CoterieError as error:
-            self.give_up_order(str(error))
-            return
-        self.next_eval = next_eval
-        if line:
+            return self.give_up_order(str(error))
+        if scores is not None:
             self.writer.write(line)
+            # Episodes that end early are not a fair sample: a score that was cut short marks nothing.
+            if scores.returns and not scores.unfinished:
+                try:
+                    checkpoint.mark_best(self.root, path, scores.mean)
+                except CoterieError as error:
+                    self.log(f"the checkpoint is not marked as best: {error}")
+        self.next_eval = next_eval
         checkpoint.prune(self.root, self.config.log.keep)
         self.board.seal()
         if what & LAST:
             self.digests, self.over = {rank: part.digest for rank, part in self.saved.items()}, True
-        self.order, self.saved, self.scores = None, {}, None
+        self.order, self.saved, self.scores, self.last_checkpoint = None, {}, None, time.monotonic()
         self.retries.succeed()
-        self.last_checkpoint = time.monotonic()
 
     def stalled(self) -> tuple[int, float] | None:
         """The row of a process without a sign of life for `log.stall` seconds, if there is one, and for how many."""

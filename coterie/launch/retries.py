@@ -12,8 +12,9 @@ from pathlib import Path
 from coterie.parallel.board import Board
 from coterie.parallel.clock import Budget, awake
 from coterie.parallel.processes import Child
-from coterie.types import CoterieError, reason_of
+from coterie.types import CoterieError, counted, reason_of
 
+NOT_STARTED = "could not be started"  # of a child process that a run which is about to end gives up
 _NEEDED = 32  # descriptors, to read a checkpoint and start a learner
 _LONGEST_S = 60.0  # between two attempts
 _HURRY_S = 5.0  # the same after a signal: the sender may not wait for long
@@ -30,7 +31,9 @@ class RestartBudget(Budget):
     def restart(self, reason: str) -> None:
         """Count one restart. Raises `CoterieError` with the reason for it when there is none left."""
         if not self.spend():
-            raise CoterieError(f"{reason}; the limit of {self.limit} restarts in an hour ({self.field}) is reached")
+            raise CoterieError(
+                f"{reason}; the limit of {counted(self.limit, 'restart')} in an hour ({self.field}) is reached"
+            )
 
 
 class RestartDelays:
@@ -135,7 +138,7 @@ class Retries:
         return awake() >= self._again
 
     @property
-    def began(self) -> bool:
+    def failed(self) -> bool:
         """Whether the last attempt failed."""
         return self._count > 0
 

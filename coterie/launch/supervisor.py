@@ -20,7 +20,7 @@ from coterie.launch.chaos import FaultInjector
 from coterie.launch.coordinator import Coordinator
 from coterie.launch.placement import Placement
 from coterie.launch.rescue import Rescue
-from coterie.launch.retries import RestartBudget, RestartDelays, Starts
+from coterie.launch.retries import NOT_STARTED, RestartBudget, RestartDelays, Starts
 from coterie.parallel.clock import awake
 from coterie.parallel.processes import Child, listen
 from coterie.roles.entry import Start, learner_process, worker_process
@@ -85,7 +85,7 @@ class Supervisor:
                 if self.children.get(rows[child]) is child:  # and has not been replaced meanwhile
                     self._receive(rows[child], kind, content)
             for row in self.starts.again(run.board):
-                self._ended(row, "could not be started")
+                self._ended(row, NOT_STARTED)
             for row in self.back_off.due():
                 self._start_actor(row)
             if self.chaos is not None:
@@ -273,7 +273,7 @@ class Supervisor:
         run, reason = self.run, f"{self._name(row)} {manner}"
         if not (run.board.closed and manner.endswith("exit code 0")):  # else it has left, and its counts stay
             run.ledger.lose_actor(row, self.group.actor_ended(row))
-        if not run.board.closed and not (run.board.stopping and manner.startswith("could not")):
+        if not run.board.closed and not (run.board.stopping and manner == NOT_STARTED):
             self.actor_restarts.restart(reason)
             run.writer.log(f"{reason}; it is restarted")
             self.back_off.died(row)

@@ -29,12 +29,19 @@ __all__ = [  # noqa: RUF022 - in the order of `PRESETS`, of messages and of page
 
 PRESETS: dict[str, Callable[..., Config]] = {n.replace("_", "-"): globals()[n] for n in __all__ if n != "make"}
 
-# The presets that were seen to learn an environment of each family, with their defaults (docs/results/league.md).
+# The presets that were seen to learn an environment of each family, with their defaults but for the budget
+# (docs/results/league.md), and those that are one of them without images.
 SHOWN: dict[Family, tuple[str, ...]] = {
     "images": ("ppo", "ppo-paper", "appo", "gala-ppo"),
     "vectors": ("a2c", "ppo", "a3c", "impala", "seed-vtrace", "gala-ppo", "dqn", "rainbow", "seed-r2d2"),
     "continuous control": ("a2c", "ppo", "impala", "seed-vtrace", "gala-ppo", "sac"),
 }
+_SAME = {"ppo-paper": "ppo", "impala-paper": "impala", "impala-deep": "impala", "seed-football": "seed-vtrace"}
+
+
+def is_shown(preset: str, family: Family) -> bool:
+    """Whether `preset` was seen to learn an environment of that family. What bc learns is in its data."""
+    return preset == "bc" or (preset if family == "images" else _SAME.get(preset, preset)) in SHOWN[family]
 
 
 if not TYPE_CHECKING:  # which would take any name for one of ours

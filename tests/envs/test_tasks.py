@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+import coterie
 from coterie.build.evaluate import Scores
 from coterie.cli.main import main
 from coterie.config import Atari, Env
@@ -76,6 +77,8 @@ def test_a_policy_learns_two_tasks_and_reports_the_return_of_each(both, tmp_path
     assert result["info"] == {"pays": 5.5}
     assert main(["eval", str(out), "--episodes", "4"]) == 0
     assert f"{both}: mean of the returns: 27.5 (8 episodes, greedy, " in capsys.readouterr().out
+    cut = coterie.evaluate_run(out, episodes=4, stop=lambda done, steps: steps > 2)
+    assert (cut["unfinished"], len(cut["tasks"])) == (8, 1), "no other task begins"
     assert main(["resume", str(out), "--steps", "8500"]) == 0
 
 

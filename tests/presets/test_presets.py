@@ -64,6 +64,13 @@ def test_impala_paper_is_the_papers_setting_for_atari():
     assert (deep.model.torso, deep.optim) == ("impala", config.optim)
 
 
+@pytest.mark.parametrize("env", ["Pong-v5", "LunarLander-v3", "Hopper-v5"])
+def test_two_ppo_learners_that_gossip_make_as_many_updates_as_one(env):
+    one, two = (presets.make(name, env) for name in ("ppo", "gala-ppo"))
+    halves = (2 * two.env.num_envs, 2 * two.ppo.minibatch_size, 2 * two.ppo.batch_size)
+    assert halves == (one.env.num_envs, one.ppo.minibatch_size, one.ppo.batch_size)
+
+
 def test_a3c_paper_has_the_papers_defaults():
     config = presets.make("a3c-paper", env="LunarLander-v3")
     assert (config.exchange, config.learners, config.env.num_envs, config.algo.unroll_length) == ("hogwild", 64, 1, 20)

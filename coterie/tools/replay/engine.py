@@ -211,10 +211,10 @@ def as_recorded(config: ResolvedConfig, header: dict[str, Any]) -> ResolvedConfi
     """The config with what the recording process had, and with sections that `switch` may change."""
     sections = {name: copy(getattr(config, name)) for name in EDITABLE}
     sections["optim"] = replace(config.optim, chunk=header["chunk"])
-    names = ["steps", "torch_threads", "precision", "device", "init_from"]
+    names, begins = ["steps", "torch_threads", "precision", "device"], header.get("init_from", "")
     if not acting_kind(config).apart:  # it steps its envs itself, and each group has random numbers of its own
         sections["env"] = replace(config.env, groups=header["groups"])
-    return replace(config, **sections, **{name: header[name] for name in names})
+    return replace(config, init_from=begins, **sections, **{name: header[name] for name in names})
 
 
 def switch(learner: LearnerProcess, config: ResolvedConfig) -> None:

@@ -186,7 +186,7 @@ def test_restarts_are_counted_for_the_whole_run():
         f"{name}: its machine is gone or out of reach; it is restarted" for name in ("site 0", "actor 0", "actor 1")
     ]
     with pytest.raises(
-        CoterieError, match=r"^its command failed; the limit of 1 restarts in an hour \(restarts\) is reached$"
+        CoterieError, match=r"^its command failed; the limit of 1 restart in an hour \(restarts\) is reached$"
     ):
         one.restart(sites[1], "its command failed")
     with pytest.raises(CoterieError, match=r"the limit of 2 restarts in an hour \(decoupled.restarts\) is reached$"):
