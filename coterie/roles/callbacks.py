@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 from coterie.build.evaluate import Policy, Scores
 from coterie.plugins import label, named, raised
@@ -128,7 +128,7 @@ class Run:
         """Write a line to the screen and to log.txt."""
         self._post("said", line)
 
-    def record(self, name: str, value: float) -> None:
+    def record(self, name: str, value: SupportsFloat) -> None:
         """Make `value` the metric `custom/NAME` of each line of metrics until the next call, and of one after the last
         call of the run.
         """
