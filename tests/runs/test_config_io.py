@@ -76,10 +76,10 @@ def test_every_value_of_a_config_survives_json(data: dict[str, Any]) -> None:
         ({"env": {"on_error": "end"}}, ["env.on_error", "'end'", "fail, replace"]),
         ({"model": {"hidden": 64}}, ["model.hidden", "64", "a list of integers"]),
         ({"model": {"hidden": [64, "x"]}}, ["model.hidden", "'x'", "an integer"]),
-        ({"env": "Pong-v5"}, ["env", "'Pong-v5'", "an object"]),
+        ({"env": "Pong-v5"}, ["env", "'Pong-v5'", "a table of settings"]),
         ({"env": {"a\nb": 1}}, ["env.a", "no such field"]),
         ({"env": {"kwargs": {"a": "long " * 1000}}}, ["env.kwargs", "..."]),
-        ([], ["config", "an object"]),
+        ([], ["config", "a table of settings"]),
     ],
 )
 def test_bad_config_data_is_one_line_that_names_the_field(data: Any, says: list[str]) -> None:

@@ -222,7 +222,7 @@ class RunSimulation(Simulation):
         if (error := self.main.error) is None:
             return
         reason = str(error)
-        if "restarts in an hour" in reason:
+        if "in an hour (" in reason:
             kind = "learner" if reason.startswith("learner") else "actor"
             assert self.world.in_the_last_hour(self.world.deaths, kind) > self.limits[kind], reason
         elif "before there was a checkpoint" in reason:

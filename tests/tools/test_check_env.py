@@ -61,7 +61,7 @@ class Faulty(CountingEnv):
         ("reward", "reward: nan; a run replaces"),
         ("endless", "no episode ended in 60 steps: truncate at a limit"),
         ("dtype", "observation 'x': type float64 (2,) where its space has float32 (2,)"),
-        ("shape", "the observation['x'] has shape (1,), and its space (2,)"),
+        ("shape", "the observation['x'] has shape (1,), but its space has (2,)"),
         ("key", "the observation['x'] is not in its space: KeyError: 'x'"),
         ("close", "it raises ZeroDivisionError: division by zero ("),
         ("nan", "observation 'x': nan; a run replaces"),
