@@ -22,10 +22,10 @@ def impala(env: Part = "Pong-v5", **overrides: Any) -> Config:
     """IMPALA: actors that never wait, for many cores and slow envs.
 
     Decoupled actors with as many simulators as keep the cores busy, and V-trace. Images: our settings, to learn from
-    fewer env steps: Adam, a step for every 4 rollouts of 20 steps, mean losses, lambda 0.95, normalized advantages; not
-    yet trained to their budget. `impala-paper` has the paper's. `dmlab/...`: as `impala-paper`. Vectors and
-    continuous control: our settings; the continuous form of LunarLander has the discount of vectors, unrolls of 128
-    with n-step returns, in batches of 4, and normalized advantages.
+    fewer env steps: Adam, a step for every 4 rollouts of 20 steps, mean losses, lambda 0.95, normalized advantages
+    (Pong: 16.4 after 5.8M env steps, one run that was stopped there). `impala-paper` has the paper's. `dmlab/...`: as
+    `impala-paper`. Vectors and continuous control: our settings; the continuous form of LunarLander has the discount of
+    vectors, unrolls of 128 with n-step returns, in batches of 4, and normalized advantages.
     """
     env = name_of("env.id", env)
     image: Changes = {
