@@ -249,7 +249,7 @@ class Coordinator:
         board.continue_orders(self.board)
         if back is not None:
             self.ledger.roll_back(back, board)
-            self.order, self.saved, self.scores = None, {}, None
+            self.order, self.saved, self.scores, self.evaluation = None, {}, None, 0
             self.members, self.idle, self.next_eval = set(range(self.learners)), set(), back["next_eval"]
             self.writer.roll_back(back["env_steps"])
         self.board = self.ledger.board = board
