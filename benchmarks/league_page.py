@@ -46,10 +46,10 @@ CONDITIONS = """## Conditions
 - No run was steered. The budgets of `gala-ppo` and `ppo-paper` on Pong were raised after runs of 3M env steps had ended
   at 4.9 and 17.2, and that of `appo` with them. Trained again after their defaults had changed: `dqn` on CartPole
   (before: 393), `ppo` on MountainCar (-138), `dqn` and `rainbow` on MountainCar (-148 and -100), `gala-ppo` on
-  LunarLander (201), and what is listed with older defaults [here](learning.md#what-did-not-learn). To be trained again:
-  `gala-ppo` on other vectors and MuJoCo (before: LunarLanderContinuous 212, Hopper 2149, Walker2d 1415, HalfCheetah
-  1405, commit 7facdaf7). Runs on one core that would have had more learners
-  or envs on two were made again with two.
+  LunarLander (201), and what is listed with older defaults [here](learning.md#what-did-not-learn). To be trained again,
+  but for one seed each of LunarLanderContinuous and Walker2d: `gala-ppo` on other vectors and MuJoCo (before: 212 and
+  1415, Hopper 2149, HalfCheetah 1405, commit 7facdaf7). Runs on one core that would have had more learners or envs on
+  two were made again with two.
 """
 
 
