@@ -15,11 +15,14 @@ from coterie.cli.options import config_of
 from coterie.config import Config
 from coterie.runs.config_io import fields, get
 
+Record = dict[str, Any]  # "unfinished" is true in the record of a run that was stopped
+
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "docs" / "results" / "league"
+# Defaults of a config when the records were made. One that changes afterwards is a difference like any other, so that
+# older records do not count; where it cannot matter to a score, change it here, too.
+DEFAULTS: Record = json.loads((Path(__file__).parent / "league_defaults.json").read_text())
 TABLE = tomllib.loads((Path(__file__).parent / "league.toml").read_text())
-
-Record = dict[str, Any]  # "unfinished" is true in the record of a run that was stopped
 
 
 @dataclass(frozen=True)
@@ -77,9 +80,17 @@ class Entry:
 @functools.cache
 def changes(*words: str) -> Record:
     """The options of a command that differ from a config's own defaults, as JSON has them."""
-    config, base = config_of([*words]), Config()
-    names = [name for name, _ in fields() if name not in ("preset", "out")]
-    found: Record = json.loads(json.dumps({n: get(config, n) for n in names if get(config, n) != get(base, n)}))
+    before = own_defaults() | DEFAULTS
+    return {name: value for name, value in values(config_of([*words])).items() if value != before.get(name)}
+
+
+def own_defaults() -> Record:
+    return values(Config())
+
+
+def values(config: Config) -> Record:
+    """Options and their values, as JSON has them, but for what cannot matter to a score."""
+    found: Record = json.loads(json.dumps({n: get(config, n) for n, _ in fields() if n not in ("preset", "out")}))
     return found
 
 
