@@ -49,12 +49,13 @@ peers: $(VENV)/base $(PEERS:%=.peers/%/installed)
 	.peers/$*/bin/pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
-# docs/benchmarks/speed.md, as far as this machine can repeat it, in an hour without anything beside it: each layout,
+# docs/benchmarks/speed.md, as far as this machine can repeat it, in two hours without anything beside it: each layout,
 # the start, then the other frameworks (first: make peers).
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/layouts.py cpu --seconds $(or $(SECONDS),60) --out docs/benchmarks/data/layouts.json --page
+	$(BIN)/python benchmarks/layouts.py vectors --seconds 30 --out docs/benchmarks/data/vectors.json --page
 	$(BIN)/python benchmarks/startup.py --out docs/benchmarks/data/startup.json --page
-	$(BIN)/python benchmarks/peers/compare.py --seconds 15
+	$(BIN)/python benchmarks/peers/compare.py --seconds 15 --page
 	$(BIN)/python benchmarks/peers/chart.py
 
 # Faults on three machines (root, half an hour), a kill every minute (25 minutes), then an hour of chaos on Pong:

@@ -1,6 +1,7 @@
-"""Rates of the architectures on Breakout: `coterie bench` for one case after the other, on a CPU or on a GPU.
+"""Rates of the architectures on Breakout, and of small networks (`vectors`): `coterie bench` for one case after the
+other, on a CPU or on a GPU.
 
-    python benchmarks/layouts.py cpu [--seconds 60] [--only NAME ...] [--out FILE.json] [--page]
+    python benchmarks/layouts.py cpu|vectors|gpu [--seconds 60] [--only NAME ...] [--out FILE.json] [--page]
 
 Each case is a process of its own with a time limit, so that one that fails leaves the others. `--out` keeps what is in
 the file of other cases, and a file of another machine under another name; `--page` writes the table of
@@ -66,7 +67,19 @@ CPU = {
     f"{layout}, {net}, {precision}": f"{options} --env Breakout-v5 --model.torso {net} --precision {precision}"
     for net, precision, (layout, options) in product(("a3c", "nature"), ("fp32", "bf16"), LAYOUTS.items())
 }
-CASES = {"cpu": CPU, "gpu": GPU}
+VECTORS = {
+    f"{preset}, {env}, fp32": f"{preset} --env {env}{'' if preset == 'impala' else ' --learners 1'}"
+    for preset, env in (
+        ("ppo", "LunarLander-v3"),
+        ("ppo", "CartPole-v1"),
+        ("ppo", "HalfCheetah-v5"),
+        ("a2c", "LunarLander-v3"),
+        ("impala", "LunarLander-v3"),
+        ("dqn", "LunarLander-v3"),
+    )
+}
+CASES = {"cpu": CPU, "vectors": VECTORS, "gpu": GPU}
+PAGES = {"cpu": "layouts", "vectors": "vectors"}  # the table's name on the page, and that of its raw data
 
 
 def measure(options: str, seconds: float) -> dict[str, Any]:
@@ -89,12 +102,12 @@ def describe_rates(result: dict[str, Any]) -> str:
     return f"{', '.join(rates)}; {reached}; {result['core_us_per_step']} {result['stages']}"
 
 
-def table(found: dict[str, Any]) -> str:
-    machine = found["machine"]
+def table(found: dict[str, Any], name: str) -> str:
+    machine, first = found["machine"], "layout | net" if name == "layouts" else "preset | env"
     lines = [
-        f"{machine['processor']}, {machine['cores']} cores; {found['recorded']}; [raw data](data/layouts.json).",
+        f"{machine['processor']}, {machine['cores']} cores; {found['recorded']}; [raw data](data/{name}.json).",
         "",
-        "| layout | net, precision | env only | acting | training (range) | / env only | / ceiling | spread | turns |",
+        f"| {first}, precision | env only | acting | training (range) | / env only | / ceiling | spread | turns |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, r in found["cases"].items():
@@ -120,8 +133,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--page", action="store_true")
     options = parser.parse_args()
-    if options.page and not (options.out and options.cases == "cpu"):
-        parser.error("--page: the page's table is that of the cases `cpu`, from a file: give --out")
+    if options.page and not (options.out and options.cases in PAGES):
+        parser.error("--page: the page's tables are those of `cpu` and `vectors`, from a file: give --out")
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     machine = {k: describe()[k] for k in ("processor", "cores", "versions")}
     found: dict[str, Any] = {"recorded": str(date.today()), "machine": machine, "gpu": gpu, "cores": os.cpu_count()}
@@ -147,7 +160,8 @@ def main() -> None:
             options.out.write_text(json.dumps(found, indent=1) + "\n")
     if options.page:
         found["cases"] = {name: done[name] for name in cases if name in done}
-        PAGE.write_text(replaced(PAGE.read_text(), "layouts", "python benchmarks/layouts.py cpu --page", table(found)))
+        name, by = PAGES[options.cases], f"python benchmarks/layouts.py {options.cases} --page"
+        PAGE.write_text(replaced(PAGE.read_text(), name, by, table(found, name)))
 
 
 if __name__ == "__main__":

@@ -99,16 +99,19 @@ def measured(strata: Sequence[np.ndarray], digits: int = 1) -> tuple[str, str]:
 
 
 def best(methods: Group, peers: bool) -> str:
-    """The method with the highest score of Coterie's presets or of the peers, or all of them, and its env steps."""
+    """The method with the highest score of Coterie's presets or of the peers, or all of them, and its env steps. Of
+    presets, fewer than three runs count only where none has more.
+    """
     found = {m: done for m, runs in methods.items() if m.startswith("sb3-") is peers and (done := finished(runs))}
     if not found:
         return ""
     scores = {method: measured([returns(done)]) for method, done in found.items()}
-    top = max(found, key=lambda name: interquartile_mean(returns(found[name])))
-    first = [name for name, score in scores.items() if score == scores[top]]
+    some = [name for name, done in found.items() if peers or len(done) >= 3] or list(found)
+    top = max(some, key=lambda name: interquartile_mean(returns(found[name])))
+    first = [name for name in some if scores[name] == scores[top]]
     steps = sorted({round(found[name][0]["curve"][-1][0] / 1e6, 1) for name in first})
     score, between = scores[top]
-    text = f"{', '.join(first)}: {score}" + (f" ({between})" if between else "")
+    text = f"{', '.join(first)}: {score} ({between or counted(len(found[top]), 'run')})"
     return f"{text}; {' to '.join(f'{x}M' for x in (*steps[:1], *steps[1:][-1:]))}"
 
 
@@ -177,6 +180,16 @@ def rows(methods: Group) -> list[str]:
                 row(f"*{command(entry)}*", f"*seed {entry.seed}*", steps, *[""] * 4, f"*{record['seconds']}*", "")
             )
     return lines
+
+
+def missing(group: str, env: str, methods: Group) -> list[str]:
+    """A line with the runs of an env's table that are not done."""
+    wanted: dict[str, int] = defaultdict(int)
+    for entry in listed():
+        wanted[entry.method] += (entry.group, entry.env) == (group, env)
+    left = {name: n - len(finished(methods.get(name, []))) for name, n in wanted.items()}
+    texts = [f"{name} ({n} of {wanted[name]})" for name, n in left.items() if n]
+    return ["", f"Runs left: {', '.join(texts)}."] if texts else []
 
 
 def same_time(methods: Group) -> list[str]:
@@ -264,6 +277,7 @@ def page() -> str:
                 lines += [
                     f"### {env}\n",
                     *(rows(methods) if methods else ["No run yet."]),
+                    *missing(group, env, methods),
                     *same_time(methods),
                     *others,
                     "",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie.acting.base import Acting
-from coterie.algorithms.base import Algorithm, AnyAlgorithm, AnyBatch, Batch, Clock, Compute, Loss, Part, checked
+from coterie.algorithms.base import Algorithm, AnyAlgorithm, AnyBatch, Batch, BatchPart, Clock, Compute, Loss, checked
 from coterie.exchange.base import Exchange, NonFinite
 from coterie.models.base import Model
 from coterie.parallel.graphs import Graphed
@@ -121,7 +121,7 @@ class Gradients:
         self.grads = [grad for _, grad in twins]
         self.recorded: dict[object, Graphed[tuple[dict[str, Tensor], Tensor | None]]] = {}  # by the loss
 
-    def compute(self, algorithm: Algorithm[Part], batch: Batch[Part]) -> dict[str, float]:
+    def compute(self, algorithm: Algorithm[BatchPart], batch: Batch[BatchPart]) -> dict[str, float]:
         """Add the batch's gradient to `params.grad`, and set its priorities; returns means over its valid rows."""
         ways, loss = len(self.models), algorithm.loss
         if loss not in self.recorded:
@@ -155,7 +155,7 @@ class Gradients:
             grad[at].zero_()
 
     def _backward(
-        self, loss: Callable[[Model, Part], Loss], model: Model, part: Part
+        self, loss: Callable[[Model, BatchPart], Loss], model: Model, part: BatchPart
     ) -> tuple[dict[str, Tensor], Tensor | None]:
         """Add a part's gradient; returns its metrics and priorities."""
         with self.autocast():
@@ -183,7 +183,7 @@ def take_step(exchange: Exchange, params: FlatParams, metrics: dict[str, float],
 
 
 @dataclass
-class Parts:
+class LearnerParts:
     """The parts of a learner."""
 
     model: Model
@@ -206,7 +206,7 @@ class Parts:
         self.acting.publish(self.progress.learner_steps)
 
 
-def learn(parts: Parts, on_rollout: Callable[[Rollout], bool]) -> None:
+def learn(parts: LearnerParts, on_rollout: Callable[[Rollout], bool]) -> None:
     """Train until `on_rollout`, called after every rollout, returns True. Call this inside `with parts.exchange`."""
     model, params, algorithm, exchange = parts.model, parts.params, parts.algorithm, parts.exchange
     progress, stages = parts.progress, parts.stages

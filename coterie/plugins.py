@@ -34,7 +34,7 @@ FIELDS = ("env.id", "env.backend", "algorithm", *NETWORKS, *(f"plugins.{part}" f
 GIVEN = ("env", *PARTS, *FIELDS)  # what they are called in Python
 VARIANT = ("env.kwargs", "env.max_episode_steps")  # what a policy's env may have besides, when it is evaluated
 LAB = "dmlab/"  # before a level of DeepMind Lab, whose module is the user's copy of examples/envs/dmlab.py
-Part = str | Callable[..., Any]  # a part's name, or the part itself
+NameOrObject = str | Callable[..., Any]  # a part's name, or the part itself
 P = ParamSpec("P")
 T = TypeVar("T")
 # Folders whose code is not the user's.

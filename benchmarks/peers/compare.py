@@ -1,10 +1,12 @@
 """Coterie beside other frameworks on this machine, in alternating turns, so that drift affects all alike.
 
     make peers
-    python benchmarks/peers/compare.py [CASE ...] [--seconds 60] [--turns 3] [--out docs/benchmarks/data/peers.json]
+    python benchmarks/peers/compare.py [CASE ...] [--seconds 60] [--turns 5] [--out FILE.json] [--page]
 
 Run it on an otherwise idle machine. Each case has one net and one number of passes over each sample. All frameworks
-train in fp32; Coterie is also measured in bf16 where that is its default. The median of the turns counts.
+train in fp32; Coterie is also measured in bf16 where that is its default. The median of the turns counts. `--page`
+writes the tables of docs/benchmarks/speed.md and docs/benchmarks/data/peers.json. Results of another processor in that
+file are moved to peers-before.json.
 """
 
 from __future__ import annotations
@@ -19,12 +21,16 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from coterie.runs import machine
 
 ROOT = Path(__file__).parents[2]
-OURS, WARM_S = "Coterie", 10
+sys.path.append(str(ROOT / "benchmarks"))
+from marked import replaced  # noqa: E402
+
+DATA, PAGE = ROOT / "docs" / "benchmarks" / "data" / "peers.json", ROOT / "docs" / "benchmarks" / "speed.md"
+OURS, WARM_S, BY = "Coterie", 10, "python benchmarks/peers/compare.py --page"
 
 
 class Entry(NamedTuple):
@@ -46,8 +52,9 @@ _MLP = ("--env", "LunarLander-v3", "--model.normalize-obs", "False", "--model.hi
 _PPO = ("--algo.unroll-length", "128", "--ppo.batch-size", "0", "--ppo.minibatch-size", "256", "--ppo.epochs", "4")
 _TWO = ("--learners", "2", "--env.num-envs", "16")  # 32 envs in all
 _NATURE = ("--env", "Breakout-v5", "--model.torso", "nature")
+_64 = ("--env.num-envs", "64")
 _DQN = ("dqn", *_NATURE, "--env.num-envs", "16", "--replay.capacity", "20000", "--q.learn-start", "1000")
-_SIXTEEN, _ONE = ("--envs", "16"), ("--envs", "1")
+_SIXTEEN, _ONE, _128 = ("--envs", "16"), ("--envs", "1"), ("--envs", "128")
 CASES: dict[str, tuple[str, list[Entry]]] = {
     "lunar-ppo": (
         "PPO, LunarLander, 64-64, 4 epochs",
@@ -72,10 +79,14 @@ CASES: dict[str, tuple[str, list[Entry]]] = {
     "breakout-one-pass": (
         "Actor-critic, Breakout, Nature CNN, one pass",
         [
-            coterie("impala, 2 actors", "bf16", "impala-paper", *_NATURE, "--env.groups", "1"),
-            coterie("impala, 2 actors", "fp32", "impala-paper", *_NATURE, "--env.groups", "1"),
+            coterie("gala-a2c, 2 learners", "bf16", "gala-a2c", *_NATURE, *_64, "--learners", "2"),
+            coterie("gala-a2c, 2 learners", "fp32", "gala-a2c", *_NATURE, *_64, "--learners", "2"),
+            coterie("impala-paper, 2 actors", "bf16", "impala-paper", *_NATURE),
+            coterie("impala-paper, 2 actors", "fp32", "impala-paper", *_NATURE),
+            coterie("a2c, 128 envs", "fp32", "a2c", *_NATURE, "--env.num-envs", "128"),
             peer("Sample Factory APPO", "EnvPool", "sample-factory", "appo.py", "breakout"),
             peer("Stable-Baselines3 A2C", "EnvPool", "sb3", "sb3.py", "breakout", "a2c", "envpool"),
+            peer("Stable-Baselines3 A2C, 128 envs", "EnvPool", "sb3", "sb3.py", "breakout", "a2c", "envpool", *_128),
             peer("Stable-Baselines3 A2C", "gymnasium", "sb3", "sb3.py", "breakout", "a2c", "gymnasium"),
             peer("RLlib IMPALA", "gymnasium", "rllib", "impala.py", "breakout"),
         ],
@@ -114,17 +125,35 @@ def theirs(command: list[str], seconds: float) -> float:
     return float(found[1])
 
 
+def tables(data: dict[str, Any]) -> str:
+    """A table for each case, the fastest first."""
+    parts = [f"Two cores of {data['processor']}; [raw data](data/peers.json)."]
+    for case in data["cases"].values():
+        parts += [f"{case['title']}; {case['date']}, {case['turns']} turns of {case['seconds']:.0f} s:"]
+        lines = ["| framework | simulator | precision | env steps/s, median | range |", "|---|---|---|---|---|"]
+        for row in sorted(case["rows"], key=lambda row: -row["median"]):
+            least, most = min(row["rates"]), max(row["rates"])
+            rates = f"{row['median']:,.0f} | {least:,.0f} to {most:,.0f}"
+            lines.append(f"| {row['name']} | {row['simulator']} | {row['precision']} | {rates} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help=", ".join(CASES))
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks" / "data" / "peers.json")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--page", action="store_true")
     options = parser.parse_args()
-    before = json.loads(options.out.read_text()) if options.out.exists() else {}
+    out = options.out or DATA
+    before = json.loads(out.read_text()) if out.exists() else {}
     about = {"processor": machine.describe()["processor"]}
-    # Cases that another processor ran would get this one's name.
-    results = before["cases"] if before.get("processor") == about["processor"] else {}
+    results = before.get("cases", {})
+    if before and before["processor"] != about["processor"]:
+        out.rename(out.with_stem(f"{out.stem}-before"))
+        results = {}
     for case in options.cases or CASES:
         title, entries = CASES[case]
         rates: list[list[float]] = [[] for _ in entries]
@@ -141,7 +170,10 @@ def main() -> None:
         ]
         how = {"date": time.strftime("%Y-%m-%d"), "seconds": options.seconds, "turns": options.turns}
         results[case] = {"title": title, **how, "rows": rows}
-        options.out.write_text(json.dumps({**about, "cases": results}, indent=1) + "\n")
+        results = {name: results[name] for name in CASES if name in results}
+        out.write_text(json.dumps({**about, "cases": results}, indent=1) + "\n")
+    if options.page:
+        PAGE.write_text(replaced(PAGE.read_text(), "peers", BY, tables({**about, "cases": results})))
 
 
 if __name__ == "__main__":

@@ -157,7 +157,7 @@ class ActorMailbox:
             for s in range(self.slots.per_batch)
         }
         self.slot = (0, 0)  # the one that is being filled
-        self.life, self.filled = setup.life, 0
+        self.life_number, self.filled = setup.life_number, 0
         self.sums = agent.moments.read()
 
     @property
@@ -190,7 +190,7 @@ class ActorMailbox:
 
     def deliver(self) -> None:
         self.slots.promise(self.number, self.slot, self.board.read(self.row)["produced"])
-        self.slots.fill(self.slot, (self.number, self.life, self.filled))
+        self.slots.fill(self.slot, (self.number, self.life_number, self.filled))
         self.filled += 1
 
 

@@ -17,7 +17,7 @@ from coterie.acting.actor import RolloutLoop
 from coterie.acting.base import Acting, Agent, LearnerSetup, core_shape
 from coterie.acting.history import History
 from coterie.acting.recorder import Fields, Recorder, as_rollout, local_fields
-from coterie.flight.life import Life, RecordEnds
+from coterie.flight.life import RecordedLife, RecordEnds
 from coterie.parallel.slots import columns_of
 from coterie.parallel.stages import Stages
 from coterie.remote.rollout_service import REMOTE_PRODUCER
@@ -75,7 +75,7 @@ class ActorsAgain(Acting):
     """A source of the rollouts of a learner's life, as `Decoupled` is one."""
 
     def __init__(self, setup: LearnerSetup, memory: None) -> None:
-        self.setup, config, life = setup, setup.config, cast(Life, setup.life)
+        self.setup, config, life = setup, setup.config, cast(RecordedLife, setup.recorded_life)
         self.batches = [[(*origin,) for origin in event[2]] for event in life.of("rollout")]
         self.steps = iter([event[0] for event in life.of("rollout")])  # recorded versions, edited or not
         self.versions: dict[tuple[int, int], dict[int, list[int]]] = {}  # by actor and life, then by number

@@ -13,7 +13,7 @@ from torch import Tensor
 from coterie.acting.recorder import Envs
 from coterie.config import Central, Config, Decoupled, Refusal, ResolvedConfig
 from coterie.envs.news import EnvNews, Means
-from coterie.flight.life import Life, Note, unrecorded
+from coterie.flight.life import Note, RecordedLife, unrecorded
 from coterie.models.base import Model
 from coterie.models.heads import Moments
 from coterie.parallel.board import Board
@@ -158,7 +158,7 @@ class WorkerSetup:
     number: int
     row: int
     timeout: float  # seconds to wait for the learner
-    life: int = 0  # different at each start of the process
+    life_number: int = 0  # different at each start of the process
 
 
 @dataclass(frozen=True)
@@ -180,10 +180,10 @@ class LearnerSetup:
     timeout: float  # seconds to wait for rollouts
     on_produced: Callable[[], None]  # to be called when rows have arrived from another process
     is_over: Callable[[], bool]  # whether to end instead of waiting for rollouts
-    worker: Callable[[int, int], WorkerSetup]  # of a child process, by its number and life; for a replay
+    worker: Callable[[int, int], WorkerSetup]  # of a child process, by its number and its life's; for a replay
     updates: int = 1  # learner steps for each batch of rollouts
     note: Note = unrecorded  # an event of the flight record
-    life: Life | None = None  # a replay: goes along this record
+    recorded_life: RecordedLife | None = None  # in a replay: what is repeated
 
 
 M = TypeVar("M")
@@ -213,7 +213,7 @@ class ActingKind(Generic[M]):
     section: Callable[[Config], Section | None] = lambda config: None  # its settings
     # Overrides that set lockstep and batch_size.
     batch_settings: Callable[[bool, int], dict[str, Any]] = lambda lockstep, batch_size: {}
-    replay: str = ""  # package.module:callable, a `connect` along the flight record `setup.life`; empty: impossible
+    replay: str = ""  # package.module:callable, a `connect` along `setup.recorded_life`; empty: impossible
     publish_every: Callable[[Config], int] = lambda config: 1  # learner steps between updates of the acting weights
     # Policy lag: learner steps between the choice of an action and the first batch that it is in, where each batch of
     # rollouts has `updates` learner steps: the most (None: no bound), and the lowest `max_lag` that can be kept.

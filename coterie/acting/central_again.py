@@ -15,7 +15,7 @@ from coterie.acting.central_stream import EnvStream, InferenceRequest
 from coterie.acting.env_host import as_arrays, host_envs
 from coterie.acting.history import History
 from coterie.acting.recorder import as_rollout
-from coterie.flight.life import Life, RecordEnds
+from coterie.flight.life import RecordedLife, RecordEnds
 from coterie.models.base import Model
 from coterie.models.build import acting_copy
 from coterie.types import Array, Rollout
@@ -67,7 +67,7 @@ class CentralAgain(Central):
 
     def __init__(self, setup: LearnerSetup, memory: None) -> None:
         super().__init__(setup)
-        life = cast(Life, setup.life)
+        life = cast(RecordedLife, setup.recorded_life)
         self.answers = deque(life.of("infer"))
         self.models = HistoricModel(setup, [number for number, _, _ in self.answers])  # type: ignore[assignment]
         self.env_steps = 0

@@ -145,7 +145,7 @@ class EnvStreams:
         self.own_envs = config.env.num_envs if config.actors else 0  # of the run's own hosts
         self.max_envs = min(own.max_envs, setup.max_envs)
         self.paced = own.lockstep or config.max_lag > 0  # a new rollout waits for weights that are new enough
-        unbound = own.lockstep or setup.life is not None  # in a replay the record decides when a rollout begins
+        unbound = own.lockstep or setup.recorded_life is not None  # a record says when a rollout begins
         self.window = Window(0 if unbound else window_of(config.max_lag, self.batch_size, setup.updates))
         self.patience = setup.timeout / 3 if self.window.columns else 0.0  # with a window all wait for one that hangs
         self.streams: dict[tuple[int, int], EnvStream] = {}  # by client and group
@@ -154,7 +154,7 @@ class EnvStreams:
         self._streams_lock = threading.RLock()  # the servers for local and for remote hosts have a thread each
 
     def open_stream(
-        self, number: int, group: int, first_env: int, width: int, life: int = -1,
+        self, number: int, group: int, first_env: int, width: int, life_number: int = -1,
         shared: Mapping[str, Array] = MappingProxyType({}),
     ) -> EnvStream:  # fmt: skip
         """Open a stream, with new rollouts and recurrent states. It replaces an older one of the same client."""
@@ -179,7 +179,7 @@ class EnvStreams:
             if self.device.type == "cuda":  # other streams of the GPU write there
                 torch.cuda.synchronize(self.device)
             stream.serial, self.opened = self.opened, self.opened + 1
-            self.setup.note("open", stream.serial, number, group, life, first_env, width)
+            self.setup.note("open", stream.serial, number, group, life_number, first_env, width)
             self.streams = {**self.streams, stream.place: stream}  # a copy: another thread may iterate
             self.envs += width
             return stream
@@ -222,15 +222,15 @@ class EnvHostService:
         expected = timestep_layout(self.spec, hello.envs, own.newest_frame and local is None, local is not None)
         check_hello(hello, tasks(self.config.env.id), expected)
         if local is None:
-            first, life, shared = self.ids.first_env(hello.run_id, hello.group, hello.envs), -1, {}
+            first, life_number, shared = self.ids.first_env(hello.run_id, hello.group, hello.envs), -1, {}
             number += FIRST_REMOTE_ID
         else:
             mine = slice(hello.group * hello.envs, (hello.group + 1) * hello.envs)
             if not all(0 <= number < len(x) and 0 <= mine.start < mine.stop <= len(x[0]) for x in local.values()):
                 raise Refused(f"host {number} has no group {hello.group} of {hello.envs} envs")
-            first, life = child_env(self.config, number, self.streams.setup.rank)[1] + mine.start, hello.run_id
+            first, life_number = child_env(self.config, number, self.streams.setup.rank)[1] + mine.start, hello.run_id
             shared = {name: x[number, mine] for name, x in local.items()}
-        stream = self.streams.open_stream(number, hello.group, first, hello.envs, life, shared)
+        stream = self.streams.open_stream(number, hello.group, first, hello.envs, life_number, shared)
         stream.welcome = {**welcome, "first_env_id": first}
         stream.patience = self.streams.patience if local is None else 0.0  # its launch kills a local one that hangs
         stream.about = f"{counted(hello.envs, 'env')} of a host" if local is None else ""

@@ -100,7 +100,7 @@ class EnvHost:
 
     def __init__(self, setup: WorkerSetup, memory: HostMemory) -> None:
         self.setup, share = setup, setup.envs
-        hello = {"env_id": share.config.env.id, "number": setup.number, "run_id": setup.life}
+        hello = {"env_id": share.config.env.id, "number": setup.number, "run_id": setup.life_number}
         self.connection = Connection(Endpoint(memory.address, patience=setup.timeout), hello)
 
         def connect(group: int, width: int) -> GroupStream:

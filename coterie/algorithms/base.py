@@ -74,11 +74,11 @@ def checked(loss: Loss) -> Loss:
     return loss
 
 
-Part = TypeVar("Part")  # of a batch: the argument of `loss`, of a type that each algorithm defines
-PartOut = TypeVar("PartOut", covariant=True)
+BatchPart = TypeVar("BatchPart")  # of a batch: the argument of `loss`, of a type that each algorithm defines
+BatchPartOut = TypeVar("BatchPartOut", covariant=True)
 
 
-class Batch(Protocol[PartOut]):
+class Batch(Protocol[BatchPartOut]):
     """The data of one optimizer step."""
 
     count: int  # T x B of all of it, masked or not
@@ -87,11 +87,11 @@ class Batch(Protocol[PartOut]):
 
     @property
     def valid(self) -> int: ...  # how many of the `count` rows are learned from
-    def parts(self, ways: int = 1) -> Iterator[PartOut]: ...  # pieces whose losses and gradients add up to the batch's
-    def half(self) -> Batch[PartOut]: ...  # the samples of half of the envs, or half of independent samples
+    def parts(self, ways: int = 1) -> Iterator[BatchPartOut]: ...  # their losses and gradients add up to the batch's
+    def half(self) -> Batch[BatchPartOut]: ...  # the samples of half of the envs, or half of independent samples
 
 
-class Algorithm(Protocol[Part]):
+class Algorithm(Protocol[BatchPart]):
     """A learning algorithm. Its `state_dict` holds all of its state."""
 
     clock: Clock
@@ -103,9 +103,9 @@ class Algorithm(Protocol[Part]):
     def explore(self, env_id: Tensor) -> Tensor: ...  # how much each env explores, [B]
     def update_factors(self) -> None: ...  # before each batch: update the numbers that change during a run
     def acts_at(self, version: int) -> None: ...  # in an actor: its weights are those of learner step `version`
-    def batches(self, model: Model, rollout: Rollout) -> Iterator[Batch[Part]]: ...
-    def loss(self, model: Model, batch: Part) -> Loss: ...  # of one part, after `update_factors`
-    def after_step(self, model: Model, batch: Batch[Part]) -> None: ...  # once per batch
+    def batches(self, model: Model, rollout: Rollout) -> Iterator[Batch[BatchPart]]: ...
+    def loss(self, model: Model, batch: BatchPart) -> Loss: ...  # of one part, after `update_factors`
+    def after_step(self, model: Model, batch: Batch[BatchPart]) -> None: ...  # once per batch
     def after_rollout(self, model: Model, rollout: Rollout) -> None: ...  # after its last batch
     def gauges(self) -> dict[str, float]: ...  # for the metrics, beside the loss's
     def warning(self) -> str: ...  # one line for the user, or nothing

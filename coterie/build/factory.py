@@ -62,7 +62,7 @@ def make_algorithm(config: ResolvedConfig, spec: Spec, compute: Compute = ON_CPU
 
 
 def env_share(
-    config: Config, mine: ResolvedConfig, spec: Spec, incarnation: int, first_env: int, board: Board | None = None,
+    config: Config, mine: ResolvedConfig, spec: Spec, life_number: int, first_env: int, board: Board | None = None,
     events: EnvEvents | None = None, resources: Resources | None = None,
 ) -> EnvShare:  # fmt: skip
     """The envs of one process: those of `mine`, with global ids from `first_env` on. `config`: the run's. `resources`:
@@ -74,7 +74,7 @@ def env_share(
         envs = Envs(
             backends(mine.env, mine.atari, threads or own.env_threads, own.groups),
             mine.env,
-            seed=seed_for(mine.seed, ENV_SEED, incarnation),
+            seed=seed_for(mine.seed, ENV_SEED, life_number),
             first_env_id=first_env,
             groups=own.groups,
             union=mine.env.id != config.env.id,
@@ -84,7 +84,7 @@ def env_share(
         return envs
 
     def make_rng(key: int) -> torch.Generator:
-        return torch.Generator(own.device).manual_seed(seed_for(mine.seed, POLICY_SEED, incarnation, key))
+        return torch.Generator(own.device).manual_seed(seed_for(mine.seed, POLICY_SEED, life_number, key))
 
     return EnvShare(mine, spec, first_env, own.groups, own.device, own.dtype, make, make_rng)
 
@@ -179,25 +179,25 @@ class ProcessContext(Peers):
 
 
 def worker_setup(
-    config: ResolvedConfig, incarnation: int, context: ProcessContext, number: int, row: int
+    config: ResolvedConfig, life_number: int, context: ProcessContext, number: int, row: int
 ) -> WorkerSetup:
     """The parts of child process `number` of a learner, with the board's row `row`."""
     spec, (mine, first_env) = make_spec(config.env, config.atari), child_env(config, number, context.rank)
-    events = worker_events(config, context, number, incarnation)
-    share = env_share(config, mine, spec, incarnation, first_env, context.board, events)
+    events = worker_events(config, context, number, life_number)
+    share = env_share(config, mine, spec, life_number, first_env, context.board, events)
     make = partial(make_agent, config, spec)
-    return WorkerSetup(share, make, context.board, context.rank, number, row, patience(config), incarnation)
+    return WorkerSetup(share, make, context.board, context.rank, number, row, patience(config), life_number)
 
 
-def worker_events(config: ResolvedConfig, context: ProcessContext, number: int, life: int) -> EnvEvents:
+def worker_events(config: ResolvedConfig, context: ProcessContext, number: int, life_number: int) -> EnvEvents:
     """Those of a child process have a record of their own. It is made with the first of them."""
-    if context.life is not None:
-        path = path_of(context.life.path.parents[1], context.rank, life, number)
+    if context.recorded_life is not None:
+        path = path_of(context.recorded_life.path.parents[1], context.rank, life_number, number)
         return EnvEvents(again=read_life(path).events if begun(path) else ())
     if context.folder is None or not config.log.flight:
         return EnvEvents()
-    header = {"learner": context.rank, "worker": number, "life": life}
-    return EnvEvents(FlightRecorder(path_of(context.folder, context.rank, life, number), lambda: header).note)
+    header = {"learner": context.rank, "worker": number, "life": life_number}
+    return EnvEvents(FlightRecorder(path_of(context.folder, context.rank, life_number, number), lambda: header).note)
 
 
 def normalizers(config: Config, model: Network) -> Moments:

@@ -10,7 +10,7 @@ from torch import Tensor
 from coterie.exchange.allreduce import AllReduce
 from coterie.exchange.base import Setup
 from coterie.exchange.shared_sum import added_up
-from coterie.flight.life import Life, RecordEnds
+from coterie.flight.life import RecordedLife, RecordEnds
 
 _ALONE = "no further: the replay of another learner ended before this sum"
 
@@ -18,7 +18,7 @@ _ALONE = "no further: the replay of another learner ended before this sum"
 class Meeting:
     """Where the learners of a replay meet."""
 
-    def __init__(self, lives: Sequence[Life]) -> None:
+    def __init__(self, lives: Sequence[RecordedLife]) -> None:
         self.lives = len(lives)
         self.before = dict[int, Callable[[], None]]()  # by learner: called before each sum, which may fail
         self._here, self._ended, self._changed = set[int](), set[int](), threading.Condition()

@@ -11,7 +11,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from coterie.config import Config, Refusal, ResolvedConfig
-from coterie.flight.life import Life, Note, unrecorded
+from coterie.flight.life import Note, RecordedLife, unrecorded
 from coterie.models.heads import Moments
 from coterie.ops.optim import Rule, flat_norm_clip
 from coterie.parallel.board import Board
@@ -129,7 +129,7 @@ class Peers:
     mixing: list[Array] | None = None  # gossip: the matrices of the run's learners
     rejoin: bool = False  # the other learners are training already
     core: int = -1  # the core that this learner shares with others; -1: it has its own
-    life: Life | None = None  # a replay: it goes along this record
+    recorded_life: RecordedLife | None = None  # in a replay: what is repeated
     replayed: Any = None  # and what its learners share, made by `ExchangeKind.replayed`
 
     @property
@@ -176,7 +176,7 @@ class ExchangeKind:
     gpu_learners: int = 1  # that share a machine's only GPU where learners are auto
     refusals: tuple[Refusal, ...] = ()
     # For replays along flight records: package.module:callable; empty: there is none, and nothing is shared.
-    replay: str = ""  # (setup) -> exchange along `setup.peers.life`
+    replay: str = ""  # (setup) -> exchange along `setup.peers.recorded_life`
     replayed: str = ""  # lives that ran together -> what their learners share, in one process
     simulation: str = ""  # package.module:class, a `SimExchange` of `coterie plan`; empty: plan leaves it out
 
@@ -199,6 +199,6 @@ class ExchangeKind:
             )
 
     def connect(self, setup: Setup) -> Exchange:
-        if setup.peers.life is not None:
+        if setup.peers.recorded_life is not None:
             return cast(Exchange, named("exchange", self.replay)(setup))
         return substitute(setup.config, "exchange", self.exchange)(setup)

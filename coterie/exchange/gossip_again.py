@@ -12,7 +12,7 @@ from torch import Tensor
 
 from coterie.exchange.base import Setup
 from coterie.exchange.gossip import Gossip
-from coterie.flight.life import Life, RecordEnds
+from coterie.flight.life import RecordedLife, RecordEnds
 from coterie.parallel.params import FlatParams
 
 _WAIT_S = 1.0  # between checks whether another thread has ended
@@ -21,7 +21,7 @@ _WAIT_S = 1.0  # between checks whether another thread has ended
 class Messages:
     """Messages by sender and number, kept until all that averaged them have done so again."""
 
-    def __init__(self, lives: Sequence[Life]) -> None:
+    def __init__(self, lives: Sequence[RecordedLife]) -> None:
         self.uses, self.sent = Counter[tuple[int, float]](), set[tuple[int, int]]()
         for life in lives:
             numbers = [number for sent, _ in life.of("mix") for number in sent]
@@ -60,7 +60,7 @@ class Messages:
 class GossipAgain(Gossip):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        life = cast(Life, setup.peers.life)
+        life = cast(RecordedLife, setup.peers.recorded_life)
         self.messages: Messages = setup.peers.replayed
         self.mixes, self.took = deque(life.of("mix")), life.of("took")
         self.totals, self.begun = [event[1] for event in life.of("rollout")], 0

@@ -20,7 +20,7 @@ class RecordEnds(Exception):
 
 
 @dataclass(frozen=True)
-class Life:
+class RecordedLife:
     """The record of a learner's life."""
 
     path: Path

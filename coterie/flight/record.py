@@ -24,7 +24,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from coterie.flight.life import Life
+from coterie.flight.life import RecordedLife
 from coterie.types import ConfigError, reason_of
 
 MAGIC = b"coterie flight 2\n"
@@ -36,9 +36,10 @@ _MOST_BYTES = 1 << 28  # of the lines of a block
 _line = json.JSONEncoder(separators=(",", ":")).encode  # `dumps` with separators makes an encoder at each call
 
 
-def path_of(folder: Path, rank: int, life: int, worker: int | None = None) -> Path:
+def path_of(folder: Path, rank: int, life_number: int, worker: int | None = None) -> Path:
     """The path of a learner's record, or of a child process's."""
-    return folder / "flight" / f"{f'learner_{rank}' if worker is None else f'worker_{rank}_{worker}'}.life_{life}"
+    process = f"learner_{rank}" if worker is None else f"worker_{rank}_{worker}"
+    return folder / "flight" / f"{process}.life_{life_number}"
 
 
 def _tail(path: Path) -> Path:
@@ -136,7 +137,7 @@ def begun(path: Path) -> bool:
     return path.exists() and path.stat().st_size > len(MAGIC)
 
 
-def read_life(path: Path) -> Life:
+def read_life(path: Path) -> RecordedLife:
     """Read a record up to its end, or to the first block that is damaged. Raises `ConfigError` without a header."""
     try:
         data = path.read_bytes()
@@ -165,7 +166,7 @@ def read_life(path: Path) -> Life:
     if not lines:
         raise ConfigError(f"{path} ends before its header")
     damage = f"the record is damaged from byte {at:,} of {len(data):,} on" if damaged else ""
-    return Life(path, lines[0], lines[1:], damage)
+    return RecordedLife(path, lines[0], lines[1:], damage)
 
 
 def _block(body: bytes, crc: int) -> list[Any]:
@@ -198,7 +199,7 @@ def forget_from(folder: Path, number: int) -> None:
                 path.unlink()
 
 
-def lives(folder: Path, rank: int) -> list[Life]:
+def lives(folder: Path, rank: int) -> list[RecordedLife]:
     """A learner's lives in a run folder, the first one first."""
     found = (folder / "flight").glob(f"learner_{rank}.life_*")
     each = [read_life(path) for path in found if path.suffix != ".tail" and begun(path)]

@@ -41,7 +41,7 @@ from coterie.parallel.guard import StallGuard
 from coterie.parallel.params import FlatParams
 from coterie.parallel.processes import start_server
 from coterie.parallel.signals import HANDLED, STOP, on_signals
-from coterie.plugins import Part, label, named
+from coterie.plugins import NameOrObject, label, named
 from coterie.presets.common import flat
 from coterie.roles.callbacks import Given, each, make_callback
 from coterie.roles.entry import LearnerService
@@ -64,7 +64,7 @@ _SAY_S = 5.0  # for the last line of a run that hangs
 def train(
     config: Config | None = None,
     *,
-    preset: Part = "ppo",
+    preset: NameOrObject = "ppo",
     callbacks: Given | Iterable[Given] = (),
     quiet: bool = False,
     starting: Starting | None = None,
@@ -98,7 +98,7 @@ def train(
 
 def resume(
     folder: str | Path, *, steps: int = 0, callbacks: Given | Iterable[Given] = (), quiet: bool = False,
-    starting: Starting | None = None, trust: bool = False, or_earlier: bool = False, **new: Part,
+    starting: Starting | None = None, trust: bool = False, or_earlier: bool = False, **new: NameOrObject,
 ) -> dict[str, Any]:  # fmt: skip
     """Go on from a run's last complete checkpoint, with its own config (`steps` > 0: a new total of env steps).
     A URL (a run stored by `ray.storage`) is first downloaded to `runs/`. `callbacks`: as for `train`; `trust` and
@@ -170,11 +170,11 @@ def _go(
     (board := Board(config.learners)).release()  # for start-up only: child processes get another one
     if not here:  # learner 0's process finds them by name, and makes them again
         config = replace(config, callbacks=(*config.callbacks, *(name_of("callbacks", one) for one in callbacks)))
-    incarnation = 0 if state is None else state["life"] + 1
+    life_number = 0 if state is None else state["life"] + 1
     starting.doing(f"{config.env.num_envs} envs" if here else "memory that the processes share")
     with ExitStack() as opened:  # closed where the run cannot start
         begins = replace(config, init_from="") if resumed else config
-        learner = LearnerProcess(begins, incarnation, ProcessContext(board=board, folder=folder)) if here else None
+        learner = LearnerProcess(begins, life_number, ProcessContext(board=board, folder=folder)) if here else None
         if learner is not None:
             opened.callback(learner.close)
         kind.mixing(config, config.learners)  # a topology that cannot be read is refused before anything is written
@@ -185,7 +185,7 @@ def _go(
             if saved is not None:
                 learner.resume(checkpoint.load_part(saved, 0, False, config.log.stall / 2))
             learner.start(*(({}, 0) if state is None else (state["learners"][0], state["env_steps"])))
-        signals, unsigned = _prepare(folder, kept, spec, incarnation, held, opened)
+        signals, unsigned = _prepare(folder, kept, spec, life_number, held, opened)
         run = Coordinator(config, folder, spec, board, state=state, quiet=quiet, starting=starting, signals=signals)
         alone = f"exchange {config.exchange} has one learner, so it changes nothing: --learners N for more"
         for line in filter(None, (*starting.notes, unsigned, alone if kind.is_alone(config) else "")):
@@ -216,7 +216,7 @@ def _saved(asked: Config, folder: Path) -> tuple[Path, dict[str, Any], str]:
 
 
 def _prepare(
-    folder: Path, config: Config, spec: Spec, life: int, held: ExitStack, opened: ExitStack
+    folder: Path, config: Config, spec: Spec, life_number: int, held: ExitStack, opened: ExitStack
 ) -> tuple[list[signal.Signals], str]:
     """The first files of a run's folder; those of a new one go again where it cannot start. Returns `sign`'s line, and
     the list of the signals from now on, which the run handles itself: with a config and no checkpoint it could not be
@@ -224,7 +224,7 @@ def _prepare(
     """
     signals = list[signal.Signals]()
     held.enter_context(on_signals(signals.append, HANDLED if config.log.checkpoint_on_warning else STOP))
-    if new := not life:
+    if new := not life_number:
         held.enter_context(sole_writer(folder, new))
         opened.callback(discard, folder, "config.json", SIGNATURE, "spec.json", "machine.json")
     with writing(folder, "out: "):
@@ -233,7 +233,7 @@ def _prepare(
         if new:
             write_whole(folder / "spec.json", json.dumps(spec.to_json(), indent=1) + "\n")
             write_whole(folder / "machine.json", json.dumps(describe(), indent=1) + "\n")
-        forget_from(folder, life)
+        forget_from(folder, life_number)
         (folder / "summary.json").unlink(missing_ok=True)  # of the run before it was resumed
     return signals, unsigned
 

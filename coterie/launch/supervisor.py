@@ -248,10 +248,10 @@ class Supervisor:
         run = self.run
         if renew:
             self.group.renew(rank)
-        incarnation = run.ledger.resumes + 1000 * run.ledger.restarts  # a restarted learner sees other episodes
+        life_number = run.ledger.resumes + 1000 * run.ledger.restarts  # a restarted learner sees other episodes
         # A learner that starts while an order is pending must carry out that order, too.
         done = run.board.order[0] - (run.order is not None)
-        start = Start(incarnation, run.board.read(rank), run.board.sum("learned"), saved, done)
+        start = Start(life_number, run.board.read(rank), run.board.sum("learned"), saved, done)
         args = (self.config, run.folder, self.group.links(rank, rejoin), start)
         child = Child(f"coterie-learner-{rank}", self.group.places[rank].cores, learner_process, args)
         for row in self.group.rows(rank):
@@ -263,9 +263,9 @@ class Supervisor:
     def _start_actor(self, row: int) -> None:
         links, number, cores = self.group.actor(row)
         ledger = self.run.ledger
-        incarnation = ledger.resumes + 1000 * (ledger.restarts + self.actor_restarts.total)
+        life_number = ledger.resumes + 1000 * (ledger.restarts + self.actor_restarts.total)
         self.run.board.start(row)
-        args = (self.config, incarnation, replace(links, folder=self.run.folder), number, row)
+        args = (self.config, life_number, replace(links, folder=self.run.folder), number, row)
         name = f"coterie-actor-{row - self.group.learners}"
         self.starts.start(row, partial(Child, name, cores, worker_process, args))
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from coterie.choices import unknown
 from coterie.config import Config
-from coterie.plugins import Part, call, label, named
+from coterie.plugins import NameOrObject, call, label, named
 from coterie.presets.actor_critic import a2c, a3c, a3c_paper, a3c_store, appo, bc, gala_a2c, gala_ppo, ppo, ppo_paper
 from coterie.presets.common import Family, known_spec
 from coterie.presets.value import apex_dqn, c51, c51_2048, dqn, dqn_512, dqn_async, rainbow, rainbow_512, sac, seed_r2d2
@@ -50,7 +50,7 @@ if not TYPE_CHECKING:  # which would take any name for one of ours
         raise AttributeError(f"coterie.presets has no {name!r}; presets are {', '.join(__all__[:-1])}")
 
 
-def make(name: Part, env: Part = "", spec: Spec | None = None, **overrides: Any) -> Config:
+def make(name: NameOrObject, env: NameOrObject = "", spec: Spec | None = None, **overrides: Any) -> Config:
     """The preset called `name`, or the user's `package.module:function`, or the function itself, for `env`. `spec`: the
     env's, if known; otherwise the env is made to find its spaces.
     """

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from coterie.config import PPO, Algo, Config, Gossip, Hogwild, Model, Optim, Reward, Schedule, Store
-from coterie.plugins import Part
+from coterie.plugins import NameOrObject
 from coterie.presets.common import LINEAR, derive, make
 from coterie.runs.objects import name_of
 
 
-def a2c(env: Part = "Pong-v5", **overrides: Any) -> Config:
+def a2c(env: NameOrObject = "Pong-v5", **overrides: Any) -> Config:
     """Synchronous A2C, a simple baseline with short rollouts.
 
     Images: Accelerated Methods and its code (16 simulators, n = 5, RMSProp at 7e-4, eps inside the root), 10M env steps
@@ -41,7 +41,7 @@ def a2c(env: Part = "Pong-v5", **overrides: Any) -> Config:
     )
 
 
-def ppo(env: Part = "Pong-v5", **overrides: Any) -> Config:
+def ppo(env: NameOrObject = "Pong-v5", **overrides: Any) -> Config:
     """PPO, the one to try first: every kind of env and of action.
 
     Images: batches of 2048, clip 0.2, lambda 0.95 and entropy 0.01 as in Accelerated Methods. Ours, for few samples:
@@ -81,7 +81,7 @@ def ppo(env: Part = "Pong-v5", **overrides: Any) -> Config:
     )
 
 
-def ppo_paper(env: Part = "Pong-v5", **overrides: Any) -> Config:
+def ppo_paper(env: NameOrObject = "Pong-v5", **overrides: Any) -> Config:
     """PPO with a paper's settings for Atari, to compare with it.
 
     As in Accelerated Methods and its code: 8 simulators of 256 steps, 4 epochs, minibatches of 512, Adam at 1e-3, value
@@ -98,7 +98,7 @@ def ppo_paper(env: Part = "Pong-v5", **overrides: Any) -> Config:
     return derive(ppo, "ppo-paper", env, overrides, {}, image)
 
 
-def gala_a2c(env: Part = "Pong-v5", **overrides: Any) -> Config:
+def gala_a2c(env: NameOrObject = "Pong-v5", **overrides: Any) -> Config:
     """GALA-A2C: A2C learners that gossip, for several cores.
 
     Images: the arguments of GALA's public code: a directed ring, mixed after every update, 16 simulators each, n = 5,
@@ -115,7 +115,7 @@ def gala_a2c(env: Part = "Pong-v5", **overrides: Any) -> Config:
     return derive(a2c, "gala-a2c", env, overrides, common, image)
 
 
-def gala_ppo(env: Part = "Pong-v5", **overrides: Any) -> Config:
+def gala_ppo(env: NameOrObject = "Pong-v5", **overrides: Any) -> Config:
     """PPO learners that gossip, for several cores.
 
     They mix once for each rollout: a combination that no paper has. Each learner has half of `ppo`'s envs, and its
@@ -127,7 +127,7 @@ def gala_ppo(env: Part = "Pong-v5", **overrides: Any) -> Config:
     return derive(ppo, "gala-ppo", env, overrides, common, image, {"ppo.minibatch_size": 64})
 
 
-def bc(env: Part = "Hopper-v5", **overrides: Any) -> Config:
+def bc(env: NameOrObject = "Hopper-v5", **overrides: Any) -> Config:
     """Behavior cloning of a Minari data set (`bc.dataset`).
 
     The network is that of `ppo`, which can go on from it with `init_from`. Ours: 100,000 env steps, each with 16 steps
@@ -137,7 +137,7 @@ def bc(env: Part = "Hopper-v5", **overrides: Any) -> Config:
     return derive(ppo, "bc", env, overrides, common)
 
 
-def a3c(env: Part = "LunarLander-v3", **overrides: Any) -> Config:
+def a3c(env: NameOrObject = "LunarLander-v3", **overrides: Any) -> Config:
     """A3C with GAE and an LSTM: lock-free workers, for many cores.
 
     Christensen and Hansen: workers of one simulator each, Adam with each worker's own moments, FC256-FC256-LSTM256
@@ -190,7 +190,7 @@ def a3c(env: Part = "LunarLander-v3", **overrides: Any) -> Config:
     )
 
 
-def a3c_paper(env: Part = "LunarLander-v3", **overrides: Any) -> Config:
+def a3c_paper(env: NameOrObject = "LunarLander-v3", **overrides: Any) -> Config:
     """A3C with the defaults of its paper, to compare with it.
 
     Christensen and Hansen: 64 workers, updates every 20 steps, lambda 1, no entropy bonus, Adam at 1e-4 without a
@@ -213,7 +213,7 @@ def a3c_paper(env: Part = "LunarLander-v3", **overrides: Any) -> Config:
     return derive(a3c, "a3c-paper", env, overrides, settings)
 
 
-def a3c_store(env: Part = "Pong-v5", **overrides: Any) -> Config:
+def a3c_store(env: NameOrObject = "Pong-v5", **overrides: Any) -> Config:
     """A2C learners on a central store, for several cores.
 
     A3C with large batches (Accelerated Methods): learners that meet a store of 3 chunks after every update. The
@@ -222,7 +222,7 @@ def a3c_store(env: Part = "Pong-v5", **overrides: Any) -> Config:
     return derive(a2c, "a3c-store", env, overrides, {"exchange": "store", "learners": "auto"})
 
 
-def appo(env: Part = "Pong-v5", **overrides: Any) -> Config:
+def appo(env: NameOrObject = "Pong-v5", **overrides: Any) -> Config:
     """APPO: PPO learners on a central store, for several cores.
 
     Accelerated Methods, Appendix B: learners of 8 simulators and horizon 256, two local Adam steps between updates of

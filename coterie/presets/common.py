@@ -11,7 +11,7 @@ from typing import Any, Literal
 from coterie.config import Atari, Config, Env, Model, Schedule
 from coterie.envs.make import make_spec
 from coterie.envs.tasks import tasks
-from coterie.plugins import Part
+from coterie.plugins import NameOrObject
 from coterie.runs.config_io import of_numpy
 from coterie.runs.config_io import replace as override
 from coterie.runs.objects import name_of
@@ -55,7 +55,7 @@ def of_env(overrides: Changes) -> Changes:
     return {k: v for k, v in overrides.items() if k.startswith(("env.", "atari."))}
 
 
-def envs(env: Part, count: int) -> int:
+def envs(env: NameOrObject, count: int) -> int:
     """`count` envs; for several tasks 0, which is auto: as many as can be shared out evenly."""
     return count if len(tasks(name_of("env.id", env))) == 1 else 0
 
@@ -68,8 +68,9 @@ def family(spec: Spec) -> Family:
 
 
 def make(
-    preset: str, env: Part, overrides: Changes, common: Changes, *, image: Changes, vector: Changes, continuous: Changes
-) -> Config:
+    preset: str, env: NameOrObject, overrides: Changes, common: Changes, *,
+    image: Changes, vector: Changes, continuous: Changes,
+) -> Config:  # fmt: skip
     """A preset for `env`: `common`, then `image`, or else `vector` (and `continuous` for continuous actions), then
     `overrides`. The options of the environment itself are applied first, since they decide its kind.
     """
@@ -93,7 +94,7 @@ def whole_teams(config: Config, overrides: Changes) -> Config:
 def derive(
     base: Callable[..., Config],
     preset: str,
-    env: Part,
+    env: NameOrObject,
     overrides: Changes,
     common: Changes,
     image: Changes | None = None,

@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 from coterie.config import R2D2, Algo, Config, Optim, Q, Replay, Reward
-from coterie.plugins import Part
+from coterie.plugins import NameOrObject
 from coterie.presets.common import LINEAR, derive, envs, make
 from coterie.runs.objects import name_of
 
 
-def dqn(env: Part = "Pong-v5", **overrides: Any) -> Config:
+def dqn(env: NameOrObject = "Pong-v5", **overrides: Any) -> Config:
     """DQN with a replay, for discrete actions and slow envs.
 
     Images, as in Accelerated Methods and its code: 32 simulators, batches of 32, each env step trained on 8 times,
@@ -55,7 +55,7 @@ def dqn(env: Part = "Pong-v5", **overrides: Any) -> Config:
     )
 
 
-def dqn_512(env: Part = "Pong-v5", **overrides: Any) -> Config:
+def dqn_512(env: NameOrObject = "Pong-v5", **overrides: Any) -> Config:
     """DQN with batches of 512, for a GPU.
 
     Images: Accelerated Methods, Table 1: RMSProp at 7.5e-4.
@@ -63,7 +63,7 @@ def dqn_512(env: Part = "Pong-v5", **overrides: Any) -> Config:
     return derive(dqn, "dqn-512", env, overrides, {"q.batch_size": 512}, {"optim.lr": 7.5e-4})
 
 
-def dqn_async(env: Part = "Pong-v5", **overrides: Any) -> Config:
+def dqn_async(env: NameOrObject = "Pong-v5", **overrides: Any) -> Config:
     """Four DQN learners on a central store, for several cores.
 
     Batches of 512: Accelerated Methods, Table 2.
@@ -71,7 +71,7 @@ def dqn_async(env: Part = "Pong-v5", **overrides: Any) -> Config:
     return derive(dqn_512, "dqn-async", env, overrides, {"exchange": "store", "learners": 4})
 
 
-def c51(env: Part = "Pong-v5", **overrides: Any) -> Config:
+def c51(env: NameOrObject = "Pong-v5", **overrides: Any) -> Config:
     """C51, categorical DQN: for returns of a known range.
 
     Images: Accelerated Methods and its code: 51 returns from -10 to 10, Adam at 2.5e-4 with eps 0.01 / 32, epsilon to
@@ -89,7 +89,7 @@ def c51(env: Part = "Pong-v5", **overrides: Any) -> Config:
     return derive(dqn, "c51", env, overrides, {"q.atoms": 51, "q.double": False}, image, vector)
 
 
-def c51_2048(env: Part = "Pong-v5", **overrides: Any) -> Config:
+def c51_2048(env: NameOrObject = "Pong-v5", **overrides: Any) -> Config:
     """C51 with batches of 2048, for a GPU.
 
     Images: Accelerated Methods, Table 1: 64 simulators, Adam at 4.2e-4 with eps 0.01 / 2048.
@@ -98,7 +98,7 @@ def c51_2048(env: Part = "Pong-v5", **overrides: Any) -> Config:
     return derive(c51, "c51-2048", env, overrides, {"q.batch_size": 2048}, image)
 
 
-def rainbow(env: Part = "Pong-v5", **overrides: Any) -> Config:
+def rainbow(env: NameOrObject = "Pong-v5", **overrides: Any) -> Config:
     """Rainbow without noisy layers, for few env steps.
 
     Epsilon-Rainbow of the code of Accelerated Methods: double, dueling, prioritized (0.5, 0.4 to 1), three-step,
@@ -117,7 +117,7 @@ def rainbow(env: Part = "Pong-v5", **overrides: Any) -> Config:
     return derive(c51, "rainbow", env, overrides, common, image, {"q.dueling": 128})
 
 
-def rainbow_512(env: Part = "Pong-v5", **overrides: Any) -> Config:
+def rainbow_512(env: NameOrObject = "Pong-v5", **overrides: Any) -> Config:
     """Rainbow with batches of 512, for a GPU.
 
     Images: Accelerated Methods, Table 1: eps 0.005 / 512, and Adam's rate as for batches of 32 (A.3: "without scaling
@@ -127,7 +127,7 @@ def rainbow_512(env: Part = "Pong-v5", **overrides: Any) -> Config:
     return derive(rainbow, "rainbow-512", env, overrides, {"q.batch_size": 512}, image)
 
 
-def apex_dqn(env: Part = "Pong-v5", **overrides: Any) -> Config:
+def apex_dqn(env: NameOrObject = "Pong-v5", **overrides: Any) -> Config:
     """Ape-X: DQN with actors and priorities, for several cores.
 
     Horgan et al. 2018: decoupled actors, an epsilon for each env, 0.4^(1 + 7 i / (N - 1)), first priorities (0.6, 0.4)
@@ -156,7 +156,7 @@ def apex_dqn(env: Part = "Pong-v5", **overrides: Any) -> Config:
     return derive(dqn_512, "apex-dqn", env, overrides, common, image, {"env.num_envs": envs(env, 8), "q.dueling": 128})
 
 
-def seed_r2d2(env: Part = "Pong-v5", **overrides: Any) -> Config:
+def seed_r2d2(env: NameOrObject = "Pong-v5", **overrides: Any) -> Config:
     """R2D2: DQN with an LSTM, for envs that need memory.
 
     Images: SEED RL (gcp/train_atari.sh), with central inference: sequences of 80 after a burn-in of 40, 64 in a batch,
@@ -208,7 +208,7 @@ def seed_r2d2(env: Part = "Pong-v5", **overrides: Any) -> Config:
     return derive(dqn, "seed-r2d2", env, overrides, common, image, vector)
 
 
-def sac(env: Part = "Hopper-v5", **overrides: Any) -> Config:
+def sac(env: NameOrObject = "Hopper-v5", **overrides: Any) -> Config:
     """Soft actor-critic, for continuous actions and slow envs.
 
     Haarnoja et al. 2018, arXiv 1812.05905, appendix D: two hidden layers of 256, batches of 256, Adam at 3e-4, tau

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from coterie.config import Algo, Central, Config, Decoupled, Optim, Reward, VTrace
-from coterie.plugins import Part
+from coterie.plugins import NameOrObject
 from coterie.presets.common import LINEAR, Changes, derive, envs, flat, make, of_env
 from coterie.runs.objects import name_of
 
@@ -18,7 +18,7 @@ _PAPER: Changes = {
 }
 
 
-def impala(env: Part = "Pong-v5", **overrides: Any) -> Config:
+def impala(env: NameOrObject = "Pong-v5", **overrides: Any) -> Config:
     """IMPALA: actors that never wait, for many cores and slow envs.
 
     Decoupled actors with as many simulators as keep the cores busy, and V-trace. Images: our settings, to learn from
@@ -74,7 +74,7 @@ def impala(env: Part = "Pong-v5", **overrides: Any) -> Config:
     )
 
 
-def impala_paper(env: Part = "Pong-v5", **overrides: Any) -> Config:
+def impala_paper(env: NameOrObject = "Pong-v5", **overrides: Any) -> Config:
     """IMPALA with its paper's settings, to compare with it.
 
     Table G.1: losses summed over batches of 32 rollouts of 20 steps, RMSProp with eps 0.01 inside the root, gradients
@@ -88,7 +88,7 @@ def impala_paper(env: Part = "Pong-v5", **overrides: Any) -> Config:
     return derive(impala, "impala-paper", env, overrides, {}, image)
 
 
-def impala_deep(env: Part = "Pong-v5", **overrides: Any) -> Config:
+def impala_deep(env: NameOrObject = "Pong-v5", **overrides: Any) -> Config:
     """IMPALA with a deep network for images, for a GPU.
 
     As `impala-paper`, with the ResNet of 15 convolutions (Figure 3, right).
@@ -96,7 +96,7 @@ def impala_deep(env: Part = "Pong-v5", **overrides: Any) -> Config:
     return derive(impala_paper, "impala-deep", env, overrides, {}, {"model.torso": "impala"})
 
 
-def seed_vtrace(env: Part = "Pong-v5", **overrides: Any) -> Config:
+def seed_vtrace(env: NameOrObject = "Pong-v5", **overrides: Any) -> Config:
     """SEED RL with V-trace: central inference, for a GPU.
 
     Images: gcp/train_dmlab_explore_goal_locations_small.sh: env hosts without a policy, unrolls of 100 in batches of
@@ -118,7 +118,7 @@ def seed_vtrace(env: Part = "Pong-v5", **overrides: Any) -> Config:
     return derive(impala, "seed-vtrace", env, overrides, common, image, vector)
 
 
-def seed_football(env: Part = "gfootball/11_vs_11_hard_stochastic-v1", **overrides: Any) -> Config:
+def seed_football(env: NameOrObject = "gfootball/11_vs_11_hard_stochastic-v1", **overrides: Any) -> Config:
     """SEED RL with V-trace, for Google Research Football.
 
     Images: gcp/train_football_scoring.sh, and train_football_checkpoints.sh where `env.kwargs` asks for the checkpoint

@@ -44,7 +44,7 @@ _GAUGES_S = 0.25  # least seconds between two readings of the gauges: some are s
 class Start(NamedTuple):
     """Where a learner begins. `total`: env steps of all learners."""
 
-    incarnation: int  # different at each start
+    life_number: int  # different at each start
     counts: dict[str, int]  # its own
     total: int
     saved: Path | None  # the checkpoint that it continues from
@@ -83,7 +83,7 @@ def learner_process(post: Post, config: ResolvedConfig, folder: Path, context: P
     with ExitStack() as opened:
         opened.enter_context(shown_alive(context.board, context.rank, config.log.stall))
         begins = config if start.saved is None else replace(config, init_from="")
-        learner = LearnerProcess(begins, start.incarnation, replace(context, folder=folder))
+        learner = LearnerProcess(begins, start.life_number, replace(context, folder=folder))
         opened.callback(learner.close)
         if start.saved is not None:
             alike = exchange_kind(config).in_lockstep  # a disk that does not answer: this process hangs, others go on
@@ -94,13 +94,13 @@ def learner_process(post: Post, config: ResolvedConfig, folder: Path, context: P
 
 
 def worker_process(
-    post: Post, config: ResolvedConfig, incarnation: int, context: ProcessContext, number: int, row: int
+    post: Post, config: ResolvedConfig, life_number: int, context: ProcessContext, number: int, row: int
 ) -> None:
     """A child process of the run's acting: one actor, or one env host."""
     kind = acting_kind(config)
     os.nice(kind.niceness)
     with shown_alive(context.board, row, config.log.stall):
-        worker = kind.worker(worker_setup(config, incarnation, context, number, row), context.acting)
+        worker = kind.worker(worker_setup(config, life_number, context, number, row), context.acting)
         with closing(worker):
             worker.run(post)
 
@@ -184,7 +184,7 @@ class LearnerService:
         learner = self.learner
         self.episodes += rollout.episodes
         learner.write_counts()
-        if line := learner.life.trouble():
+        if line := learner.flight.trouble():
             self.post("said", line)
         if time.monotonic() >= self.next_report:
             self.report()
@@ -236,8 +236,8 @@ class LearnerService:
         except (CoterieError, OSError) as error:
             self.post("unsaved", (number, reason_of(error)))
             return
-        learner.life.note("saved", learner.progress.learner_steps)
-        learner.life.flush()  # a later life may begin with it
+        learner.flight.note("saved", learner.progress.learner_steps)
+        learner.flight.flush()  # a later life may begin with it
         digest = checkpoint.digest({"model": groups["model"]}) if what & LAST else ""
         if what & LAST:
             learner.write_counts()  # nothing acts any more: what is in flight stays so

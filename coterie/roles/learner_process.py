@@ -40,7 +40,7 @@ from coterie.instruments.consensus import Changes, GradientSamples
 from coterie.instruments.flight import Schedule
 from coterie.instruments.norms import Norms
 from coterie.instruments.secondary import Secondary
-from coterie.learner import Gradients, Observer, Parts, Progress, learn
+from coterie.learner import Gradients, LearnerParts, Observer, Progress, learn
 from coterie.models.build import Network, acting_copy
 from coterie.models.heads import Normalizer
 from coterie.ops.optim import scaled_lr, schedule_value
@@ -49,19 +49,19 @@ from coterie.parallel.params import FlatParams
 from coterie.parallel.stages import Stages
 from coterie.parallel.threads import Team, set_torch
 from coterie.remote.admission import Servers
-from coterie.roles.life import LifeRecord
-from coterie.runs.checkpoint import Part
+from coterie.roles.life import LifeRecorder
+from coterie.runs.checkpoint import CheckpointPart
 from coterie.types import Rollout, counted, one_line
 
 
 class LearnerProcess:
     """A learner with its acting: builds the parts and runs the loop.
 
-    `incarnation`: another number at each start, so that a resumed run does not see the episodes of its first minutes
+    `life_number`: another number at each start, so that a resumed run does not see the episodes of its first minutes
     again.
     """
 
-    def __init__(self, config: ResolvedConfig, incarnation: int = 0, context: ProcessContext | None = None) -> None:
+    def __init__(self, config: ResolvedConfig, life_number: int = 0, context: ProcessContext | None = None) -> None:
         self.config, self.context = config, (context := context or ProcessContext())
         self.spec = make_spec(config.env, config.atari)
         check(config, self.spec)
@@ -71,11 +71,11 @@ class LearnerProcess:
         keep_freed_memory()
         with ExitStack() as made:  # closed where a part cannot be made
             # In a replay, learners are threads of one process, and `Replay.run` sets it for all.
-            made.callback(set_torch(config.deterministic and context.life is None))
-            self._make(incarnation, made)
+            made.callback(set_torch(config.deterministic and context.recorded_life is None))
+            self._make(life_number, made)
             self._made = made.pop_all()
 
-    def _make(self, incarnation: int, made: ExitStack) -> None:
+    def _make(self, life_number: int, made: ExitStack) -> None:
         """Make the parts; `made` closes them."""
         config, context = self.config, self.context
         size = self.resources.torch_threads if config.model.compile == "none" else 1
@@ -87,19 +87,19 @@ class LearnerProcess:
         self.progress, self.stages = Progress(), Stages()
         self._counts_lock, self._outliers_said = threading.Lock(), False
         self.before: dict[str, int] = {}  # this learner's counts when it was started
-        self.life = life = LifeRecord(config, context, incarnation)
-        made.callback(life.close)
+        self.flight = flight = LifeRecorder(config, context, life_number)
+        made.callback(flight.close)
         self.moments = moments = normalizers(config, self.model)
         self.exchange = exchange_kind(config).connect(
-            exchange_setup(config, self.params, moments, context, resources.team, life.note, life.flush)
+            exchange_setup(config, self.params, moments, context, resources.team, flight.note, flight.flush)
         )
         self.actor, self.refresh_actor = acting_copy(self.model, resources.dtype)
         self.rngs: list[torch.Generator] = []
         self.servers, self._ended = Servers(config.wire), False
         made.callback(self._close_servers)
         first_env = context.rank * config.env.num_envs
-        events = EnvEvents(self.life.note, context.life.events if context.life else ())
-        share = env_share(config, config, self.spec, incarnation, first_env, context.board, events, resources)
+        events = EnvEvents(self.flight.note, context.recorded_life.events if context.recorded_life else ())
+        share = env_share(config, config, self.spec, life_number, first_env, context.board, events, resources)
         setup = LearnerSetup(
             config=config,
             unroll_length=algorithm_class(config).unroll_length(config),
@@ -117,12 +117,12 @@ class LearnerProcess:
             on_produced=self.write_counts,
             is_over=self.is_over,
             updates=updates_of(config),
-            note=self.life.note,
-            life=context.life,
+            note=self.flight.note,
+            recorded_life=context.recorded_life,
             worker=lambda number, life: worker_setup(config, life, context, number, 0),
         )
         kind = acting_kind(config)
-        self.acting: Acting = kind.along(setup) if context.life else kind.connect(setup, context.acting)
+        self.acting: Acting = kind.along(setup) if context.recorded_life else kind.connect(setup, context.acting)
         self._opened = made.enter_context(ExitStack())
         self._opened.callback(self.acting.close)
         self._opened.callback(self._close_servers)  # before: env hosts receive the end before their actions stop
@@ -130,7 +130,7 @@ class LearnerProcess:
         if config.model.compile != "none":  # acting has other shapes, and stays as it is
             compiled = torch.compile(self.model, mode=config.model.compile, dynamic=False)
             self.gradients.models[0] = cast(Network, compiled)
-        self.life.describe(self.params.slices, resources)
+        self.flight.describe(self.params.slices, resources)
         self.observers: list[Observer] = []
         self.secondary: Secondary | None = None
         self._observe(setup.unroll_length, made)
@@ -138,7 +138,7 @@ class LearnerProcess:
     def _observe(self, unroll_length: int, made: ExitStack) -> None:
         """Make the observers that the config asks for; `made` closes them."""
         config, context, resources = self.config, self.context, self.resources
-        if (note := self.life.note) is not unrecorded:
+        if (note := self.flight.note) is not unrecorded:
             poll, every = config.algo.poll or unroll_length, config.log.digest_every
             self.observers.append(Schedule(self.params, self.moments, self.progress, poll, every, note))
         if context.gradients is not None:
@@ -187,7 +187,7 @@ class LearnerProcess:
             setattr(self.progress, name, counts.get(name, 0))
         self.progress.env_steps = counts.get("learned", 0)
         self.before = counts
-        self.life.start(counts, total)
+        self.flight.start(counts, total)
         self.exchange.guard.skipped = counts.get("skipped", 0)
         self.exchange.start(self.progress.env_steps, total)
         self.algorithm.clock.env_steps = total  # the first rollout is acted before the loop sets the clock
@@ -249,9 +249,9 @@ class LearnerProcess:
         return found | self.servers.traffic(self.acting.counts().get("produced", 0))
 
     @property
-    def parts(self) -> Parts:
+    def parts(self) -> LearnerParts:
         """What `learn` trains."""
-        return Parts(
+        return LearnerParts(
             self.model, self.params, self.algorithm, self.acting, self.exchange, self.gradients, self.lr,
             self.context.learners, self.progress, self.stages, self.observers,
         )  # fmt: skip
@@ -261,10 +261,10 @@ class LearnerProcess:
         with self.exchange, self._opened:
             try:
                 learn(self.parts, on_rollout)
-                self.life.note("end", "")
+                self.flight.note("end", "")
                 self._ended = True
             except BaseException as error:
-                self.life.note("end", one_line(error))
+                self.flight.note("end", one_line(error))
                 raise
 
     def _close_servers(self) -> None:
@@ -284,10 +284,10 @@ class LearnerProcess:
             **{name: x for observer in self.observers for name, x in observer.tensors().items()},
         }
 
-    def resume(self, part: Part) -> None:
+    def resume(self, part: CheckpointPart) -> None:
         """Go on from a part of a checkpoint."""
         self.load(part.tensors)
-        self.life.resume(part, self.rngs)
+        self.flight.resume(part, self.rngs)
 
     def load(self, tensors: dict[str, dict[str, Tensor]]) -> None:
         self.model.load_state_dict(tensors["model"])  # copies into the flat views

@@ -14,20 +14,19 @@ from coterie.build.resources import Resources
 from coterie.config import ResolvedConfig
 from coterie.flight.life import Note, unrecorded
 from coterie.flight.record import FlightRecorder, path_of
-from coterie.runs.checkpoint import Part, Tensors, digest
+from coterie.runs.checkpoint import CheckpointPart, Tensors, digest
 from coterie.runs.machine import arithmetic, versions
 
 
-class LifeRecord:
+class LifeRecorder:
     """`note` takes its events. In a replay that is the context's; without a record it does nothing."""
 
-    def __init__(self, config: ResolvedConfig, context: ProcessContext, life: int) -> None:
-        every, steps = config.log.digest_every, config.steps  # which a resumed run may have others of
-        self.header: dict[str, Any] = {"learner": context.rank, "life": life, "steps": steps, "digest_every": every}
-        self.header["init_from"] = config.init_from
+    def __init__(self, config: ResolvedConfig, context: ProcessContext, life_number: int) -> None:
+        self.header: dict[str, Any] = {"learner": context.rank, "life": life_number, "init_from": config.init_from}
+        self.header |= {"steps": config.steps, "digest_every": config.log.digest_every}  # of this life alone
         self.recorder: FlightRecorder | None = None
         if context.folder is not None and config.log.flight:
-            self.recorder = FlightRecorder(path_of(context.folder, context.rank, life), self._whole)
+            self.recorder = FlightRecorder(path_of(context.folder, context.rank, life_number), self._whole)
         self.note: Note = context.note or (self.recorder.note if self.recorder is not None else unrecorded)
 
     def describe(self, tensors: Iterable[str], resources: Resources) -> None:
@@ -44,14 +43,14 @@ class LifeRecord:
             "versions": versions(),
         }
 
-    def resume(self, part: Part, rngs: Iterable[torch.Generator]) -> None:
+    def resume(self, part: CheckpointPart, rngs: Iterable[torch.Generator]) -> None:
         """It goes on from a part of a checkpoint. Central acting draws random numbers while a checkpoint is written, so
         that only this record has those that the life begins with.
         """
         self.header |= {
-            "checkpoint": part.saved,
-            "part": part.of,
-            "part_steps": part.state["learners"][part.of]["learner_steps"],
+            "checkpoint": part.checkpoint,
+            "part": part.rank,
+            "part_steps": part.state["learners"][part.rank]["learner_steps"],
             "digest": digest_of_state(part.tensors),
             "rng": [base64.b64encode(rng.get_state().numpy().data).decode() for rng in rngs],
         }

@@ -216,16 +216,16 @@ def prune(root: Path, keep: int) -> None:
         answered(delete)
 
 
-class Part(NamedTuple):
-    """What a learner continues from: the tensors that learner `of` has written, and the run's `state`."""
+class CheckpointPart(NamedTuple):
+    """What a learner continues from: the tensors that learner `rank` has written, and the run's `state`."""
 
     tensors: Tensors
     state: dict[str, Any]
-    saved: str  # the checkpoint's name
-    of: int
+    checkpoint: str  # its name
+    rank: int
 
 
-def load_part(path: Path, rank: int, alike: bool, seconds: float) -> Part:
+def load_part(path: Path, rank: int, alike: bool, seconds: float) -> CheckpointPart:
     """What learner `rank` continues from: its own part, if it was there when the checkpoint was written, else that of
     another learner. Where all are `alike` it is that of the one that was furthest.
     """
@@ -241,8 +241,8 @@ def load_part(path: Path, rank: int, alike: bool, seconds: float) -> Part:
         path, partial(_load, path, lambda state, name: name.startswith(f"learner_{whose(state)}/")), seconds
     )
     one = whose(state)
-    part = learner(tensors, one)
-    return Part(part if one == rank else part | {"rng": {}}, state, path.name, one)  # each has other random numbers
+    part = learner(tensors, one)  # if it is another learner's, without its random numbers
+    return CheckpointPart(part if one == rank else part | {"rng": {}}, state, path.name, one)
 
 
 def learner(tensors: Tensors, rank: int) -> Tensors:

@@ -20,11 +20,11 @@ from typing import Any
 import cloudpickle
 
 from coterie.parallel.processes import scratch_folder
-from coterie.plugins import OBJECTS, Part
+from coterie.plugins import OBJECTS, NameOrObject
 from coterie.types import ConfigError, one_line
 
 
-def name_of(field: str, part: Part) -> str:
+def name_of(field: str, part: NameOrObject) -> str:
     """The name of `part`, for `named` in any process of this machine. Raises a `ConfigError` about `field` where it
     cannot be pickled, or is a made env or module.
     """

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from coterie.config import Config, Ray
-from coterie.plugins import FIELDS, GIVEN, LAB, NETWORKS, Part, label
+from coterie.plugins import FIELDS, GIVEN, LAB, NETWORKS, NameOrObject, label
 from coterie.runs.config_io import get, load_config, replace
 from coterie.runs.files import read, write_whole
 from coterie.runs.validate import validate
@@ -58,7 +58,9 @@ def check_code(folder: Path, saved: Config, config: Config, given: Collection[st
         refuse_code({field: name for field, name in code_of(config).items() if field not in given}, what, advice)
 
 
-def open_run(folder: Path, new: Mapping[str, Part] = {}, trust: bool = False, may: Collection[str] = GIVEN) -> Config:
+def open_run(
+    folder: Path, new: Mapping[str, NameOrObject] = {}, trust: bool = False, may: Collection[str] = GIVEN
+) -> Config:
     """The config of a run's folder, or one clear line. `new` and `trust`: as for `load`. `may`: what `new` may hold."""
     for name in new.keys() - {*may}:
         raise ConfigError(

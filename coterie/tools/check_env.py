@@ -27,7 +27,7 @@ from coterie.envs.make import env_edges, make_spec
 from coterie.envs.pool import PoolBackend, has_env
 from coterie.envs.spaces import leaf_of, leaf_spaces, random_actions
 from coterie.envs.vector import APART, make_together
-from coterie.plugins import Part, raised
+from coterie.plugins import NameOrObject, raised
 from coterie.presets.common import flat
 from coterie.runs.objects import name_of
 from coterie.tools.check_backend import CheckingBackend, observation, outside
@@ -44,8 +44,8 @@ _KNOWN = re.compile(
 
 
 def check_env(
-    env: Part, *, kwargs: str | dict[str, Any] = "{}", steps: int = 1000, render: bool = False, backend: Part = "auto",
-    num_envs: int = 4,
+    env: NameOrObject, *, kwargs: str | dict[str, Any] = "{}", steps: int = 1000, render: bool = False,
+    backend: NameOrObject = "auto", num_envs: int = 4,
 ) -> list[str]:  # fmt: skip
     """What to fix in an env, a line for each finding, after `steps` random steps. `env`, `kwargs` and `backend`: as in
     section env of a run; `num_envs`: of a vector env or the user's own backend. `render`: check the frames, too. Raises

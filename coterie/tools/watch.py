@@ -14,7 +14,7 @@ from coterie.build.evaluate import Player, load
 from coterie.envs.make import make_rendered
 from coterie.envs.tasks import task_config, tasks
 from coterie.extras import needs
-from coterie.plugins import Part
+from coterie.plugins import NameOrObject
 from coterie.runs.files import discard
 from coterie.types import ConfigError, CoterieError, reason_of
 
@@ -24,7 +24,7 @@ _MOST_FRAMES = 27_000
 
 def watch(
     folder: str | Path, out: str = "", *, sampled: bool = False, seed: int = 1, learner: str = "0", trust: bool = False,
-    **new: Part,
+    **new: NameOrObject,
 ) -> tuple[Path, float, int]:  # fmt: skip
     """Record an episode; returns the file, the episode's return (its agents' mean) and the number of frames.
     `trust` and `new`: as for `load`.

@@ -266,7 +266,7 @@ def test_a_resumed_run_explores_as_little_as_before(tmp_path):
     more = {"replay.alpha": 0.6, "log.tensorboard": False, "replay.save": True}
     coterie.train(presets.dqn(env="CartPole-v1", out=str(tmp_path / "run"), **changes, **more), quiet=True)
     tensors, state = checkpoint.load(checkpoint.latest(tmp_path / "run" / "checkpoints"))
-    learner = LearnerProcess(resolve_config(load_config(tmp_path / "run" / "config.json")), incarnation=1)
+    learner = LearnerProcess(resolve_config(load_config(tmp_path / "run" / "config.json")), life_number=1)
     try:
         learner.load(checkpoint.learner(tensors, 0))
         learner.start(state["learners"][0], state["env_steps"])

@@ -124,7 +124,7 @@ def test_a_killed_run_is_resumed_with_all_its_state(command):
     tensors, state = last_checkpoint(out)
     lines = read_metrics(out)
     rolled_back = max(line["env_steps"] for line in lines) - state["env_steps"]
-    learner = LearnerProcess(resolve_config(load_config(out / "config.json")), incarnation=1)
+    learner = LearnerProcess(resolve_config(load_config(out / "config.json")), life_number=1)
     learner.load(checkpoint.learner(tensors, 0))
     try:
         for name, tensor in tensors["learner_0/model"].items():

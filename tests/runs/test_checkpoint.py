@@ -133,7 +133,7 @@ def test_a_learner_reads_only_the_part_that_it_continues_from(tmp_path: Path) ->
     (path / "learner_0" / "model.safetensors").write_bytes(b"")
     for rank, alike, of in ((1, False, 1), (0, True, 1), (2, True, 1)):
         part = checkpoint.load_part(path, rank, alike, 60.0)
-        assert (part.of, part.tensors["model"]["w"].tolist()) == (of, [float(of)] * 3)
+        assert (part.rank, part.tensors["model"]["w"].tolist()) == (of, [float(of)] * 3)
     assert [*checkpoint.load(path, ends=("1/model", "2/model"))[0]] == ["learner_1/model", "learner_2/model"]
     with pytest.raises(CoterieError, match=r"learner_0/model\.safetensors has 0 bytes instead of"):
         checkpoint.load_part(path, 2, False, 60.0)

@@ -36,7 +36,7 @@ from coterie.parallel.slots import Slots
 from coterie.parallel.stages import Stages
 from coterie.roles import entry
 from coterie.roles.learner_process import LearnerProcess
-from coterie.roles.life import LifeRecord
+from coterie.roles.life import LifeRecorder
 from coterie.types import ConfigError, Post, Rollout, one_line
 from tests.conftest import VECTOR
 from tests.simulation.scheduler import Scheduler
@@ -177,14 +177,14 @@ class Learner(LearnerProcess):
     """Counts rows instead of learning from them. Each of its weights is that count, except under gossip."""
 
     def __init__(
-        self, world: World, config: ResolvedConfig, incarnation: int = 0, context: ProcessContext | None = None
+        self, world: World, config: ResolvedConfig, life_number: int = 0, context: ProcessContext | None = None
     ) -> None:
         self.world, self.config, self.spec, self.before = world, config, VECTOR, {}
         self.context = context = context or ProcessContext()
         self.model = make_model(config, self.spec)
         self.params = FlatParams(self.model)
         self.progress, self.stages, self.secondary = Progress(), Stages(), None
-        self.life, self.rngs = LifeRecord(config, ProcessContext(), incarnation), []  # which writes nothing
+        self.flight, self.rngs = LifeRecorder(config, ProcessContext(), life_number), []  # which writes nothing
         self._counts_lock = threading.Lock()
         self.moments = moments = normalizers(config, self.model)
         # Not gossip: its own weights, instead of those that learners share.
@@ -260,7 +260,7 @@ class Learner(LearnerProcess):
 
 
 def act(
-    world: World, post: Post, config: ResolvedConfig, incarnation: int, context: ProcessContext, number: int, row: int
+    world: World, post: Post, config: ResolvedConfig, life_number: int, context: ProcessContext, number: int, row: int
 ) -> None:
     """The process of an actor: real slots, which it fills with nothing."""
     mailbox = ActorMailbox.__new__(ActorMailbox)

@@ -15,7 +15,7 @@ from coterie.build.resources import resolve_config
 from coterie.roles.learner_process import LearnerProcess
 from coterie.tools.bench import command
 from coterie.tools.bench.command import bench, show, spread
-from coterie.tools.bench.turns import EnvOnly, Parts, Training, Turn
+from coterie.tools.bench.turns import EnvOnly, StepTimer, Training, Turn
 from coterie.types import AgentOutput
 
 
@@ -79,7 +79,7 @@ def test_the_cost_of_acting_is_measured_with_the_envs_own_exploration(monkeypatc
         with learner.exchange:
             training.turn(1.0)
             devices.clear()
-            costs = Parts(learner, training.last).turn(0.5)
+            costs = StepTimer(learner, training.last).turn(0.5)
     finally:
         training.close()
     assert set(devices) == {torch.device(learner.resources.device)}
@@ -130,7 +130,7 @@ def test_what_a_call_costs_is_told_from_what_its_rows_cost(monkeypatch):
         with learner.exchange:
             training.turn(0.5)
             monkeypatch.setattr(learner.algorithm, "act", busy)
-            parts = Parts(learner, training.last)
+            parts = StepTimer(learner, training.last)
             found = parts.calls(1.0)
             assert set(found) == {"forward", "forward_fixed"}  # no learner step was seen
             parts.turn(0.1)

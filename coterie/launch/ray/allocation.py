@@ -86,7 +86,7 @@ class Allocation:
         return sum(site.learners for site in self.sites)
 
 
-Part = Site | Worker
+RunPart = Site | Worker
 
 
 def acts_elsewhere(config: Config) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from coterie.acting.table import acting_kind
 from coterie.config import Config, Ray
 from coterie.extras import needs
-from coterie.launch.ray.allocation import Allocation, Machine, Part, Site, Worker
+from coterie.launch.ray.allocation import Allocation, Machine, RunPart, Site, Worker
 from coterie.launch.retries import RestartBudget
 from coterie.parallel.clock import awake
 from coterie.types import CoterieError, first_line, json_object, reason_of
@@ -118,7 +118,7 @@ class Orders(NamedTuple):
     terms: Terms
 
 
-def budgets(config: Config) -> dict[type[Part], RestartBudget]:
+def budgets(config: Config) -> dict[type[RunPart], RestartBudget]:
     """The whole run's, for each kind of part."""
     workers = RestartBudget(f"{config.acting}.restarts", acting_kind(config).restarts(config))
     return {Site: RestartBudget("restarts", config.restarts), Worker: workers}
@@ -133,7 +133,7 @@ class Board:
         self.keys = self._make_keys() if len(hosts) > 1 else {}
         self.addresses: dict[int, Address] = {}
         self.restarts = budgets(allocation.config)
-        self.stopped: set[type[Part]] = set()
+        self.stopped: set[type[RunPart]] = set()
         self.lines: list[str] = []
         self.reported: dict[str, float] = {}  # when each part reported last
 
@@ -142,13 +142,13 @@ class Board:
         with TemporaryDirectory() as new:
             return {path.name: path.read_bytes() for path in make_keys(f"{new}/keys", sorted(self.hosts))}
 
-    def begin(self, part: Part) -> None:
+    def begin(self, part: RunPart) -> None:
         """A part has a place. Ray runs a lost part again elsewhere."""
         if part.name in self.reported:
             self.restart(part, "its machine is gone or out of reach")
         self.reported[part.name] = awake()
 
-    def restart(self, part: Part, reason: str) -> None:
+    def restart(self, part: RunPart, reason: str) -> None:
         """Count a restart; raises `CoterieError` when the run may make no more."""
         self.restarts[type(part)].restart(reason)
         self.say(f"{part.name}: {reason}; it is restarted")
@@ -163,7 +163,7 @@ class Board:
         if moved:
             self.say(f"site {site} is at {address[0]} now: all go on from their checkpoints")
 
-    def report(self, part: Part, lines: list[str]) -> Orders:
+    def report(self, part: RunPart, lines: list[str]) -> Orders:
         """What a part's command printed since its last report."""
         self.reported[part.name] = awake()
         alone = isinstance(part, Site) and self.sites == 1
@@ -176,7 +176,7 @@ class Board:
     def say(self, line: str) -> None:
         self.lines.append(line)
 
-    def stop(self, kind: type[Part]) -> None:
+    def stop(self, kind: type[RunPart]) -> None:
         """Order all parts of a kind to shut down."""
         self.stopped.add(kind)
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from coterie import __version__
 from coterie.launch.ray import watchdog
-from coterie.launch.ray.allocation import Allocation, Part, Site, Worker, site_config, worker_args
+from coterie.launch.ray.allocation import Allocation, RunPart, Site, Worker, site_config, worker_args
 from coterie.launch.ray.cluster import Address, Orders, Terms
 from coterie.launch.ray.mirror import ENDED_S, OF_THE_RUN, STORED_S, Mirror, site_url
 from coterie.parallel.clock import awake
@@ -72,7 +72,7 @@ class Node:
         except ray.exceptions.RayError:
             os._exit(1)
 
-    def run(self, board: Any, part: Part, host: str, target: int) -> Outcome:
+    def run(self, board: Any, part: RunPart, host: str, target: int) -> Outcome:
         """Run a part to its end. `host`: this machine's address, empty for the one that Ray has; `target`: env steps of
         a site. Ray calls this again on another machine when this one is lost.
         """
@@ -109,7 +109,7 @@ class Node:
             self.end()
             shutil.rmtree(self.here, ignore_errors=True)
 
-    def _wait_for_peer(self, part: Part) -> Orders:
+    def _wait_for_peer(self, part: RunPart) -> Orders:
         while True:
             orders: Orders = self.ask("report", part, [])
             if orders.stop or orders.terms.peer is not None:
@@ -190,7 +190,7 @@ class Node:
             )  # in Ray's folder, with the code that Ray brought
         self.printed = 0
 
-    def _follow(self, part: Part, terms: Terms) -> tuple[int, bool]:
+    def _follow(self, part: RunPart, terms: Terms) -> tuple[int, bool]:
         """Watch a command to its end, when the storage has all of its files; returns its exit code, and whether it was
         stopped to be started on other terms. The storage is updated only while the board answers, so that a machine
         that is out of reach does not write over the files of its successor.

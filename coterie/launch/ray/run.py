@@ -17,7 +17,7 @@ from typing import Any
 from coterie import __version__
 from coterie.build.warm_start import source_of
 from coterie.config import Config
-from coterie.launch.ray.allocation import Allocation, Part, Site, Worker, allocate, targets
+from coterie.launch.ray.allocation import Allocation, RunPart, Site, Worker, allocate, targets
 from coterie.launch.ray.cluster import Board, Cluster
 from coterie.launch.ray.lease import LeaseLost
 from coterie.launch.ray.mirror import ENDED_S, STORED_S, site_url
@@ -160,12 +160,12 @@ class RayRun:
         storage.push("config.json", *([SIGNATURE] if (folder / SIGNATURE).exists() else []))
         here, hosts = cluster.machines[0], {m.address for m in cluster.machines}
         self.board = cluster.start(Board, (allocation, hosts), here, cpus=0)
-        self.pending: dict[Any, Part] = {}  # parts by the calls that end with them
+        self.pending: dict[Any, RunPart] = {}  # parts by the calls that end with them
         self.codes: dict[str, int] = {}
         self.silent: dict[str, float] = {}  # for how many seconds each part has not reported
         self.begin, self.stopping = awake(), False
         host = "" if len(hosts) > 1 else "127.0.0.1"
-        parts: list[Part] = [*allocation.sites, *allocation.workers]
+        parts: list[RunPart] = [*allocation.sites, *allocation.workers]
         for part in parts:
             made_of = (__version__, allocation, storage.url)
             node = cluster.start(Node, made_of, part.machine, part.cpus, part.gpus, restarts=-1)  # the board counts
@@ -208,12 +208,12 @@ class RayRun:
         if self.hurried and not ends:
             raise KeyboardInterrupt
 
-    def _working(self, kind: type[Part]) -> bool:
+    def _working(self, kind: type[RunPart]) -> bool:
         """Whether a part of a kind has not ended. At the end those that do not report are not waited for."""
         parts = [part for part in self.pending.values() if isinstance(part, kind)]
         return any(not self.stopping or self.silent[part.name] < _WARN_S for part in parts)
 
-    def _stop(self, kind: type[Part], seconds: float) -> None:
+    def _stop(self, kind: type[RunPart], seconds: float) -> None:
         """Shut down all parts of a kind."""
         self.board.stop.remote(kind)
         self.stopping, end = True, awake() + seconds
@@ -246,7 +246,7 @@ class RayRun:
             if outcome.code == 1:
                 raise CoterieError(said)
 
-    def _check_silence(self, part: Part, silent: float | None) -> None:
+    def _check_silence(self, part: RunPart, silent: float | None) -> None:
         """`silent`: for how many seconds it has not reported; None: it never has."""
         seconds = awake() - self.begin if silent is None else silent
         before, self.silent[part.name] = self.silent.get(part.name, 0.0), seconds

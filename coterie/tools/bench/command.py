@@ -26,7 +26,7 @@ from coterie.parallel.hardware import available_cores
 from coterie.parallel.processes import Child, gather
 from coterie.roles.entry import worker_process
 from coterie.roles.learner_process import LearnerProcess
-from coterie.tools.bench.turns import EnvOnly, Parts, Training
+from coterie.tools.bench.turns import EnvOnly, StepTimer, Training
 from coterie.types import ConfigError, Post, counted
 
 _SPREAD = 0.05  # of the ratios of the rounds, below which they have settled
@@ -116,7 +116,7 @@ def _measure(learner: LearnerProcess, seconds: float) -> dict[str, Any]:
             brief = max(turn / 4, min(turn, _SHORTEST_S))  # where no rollouts are counted
             assert training.last is not None
             training.rest()
-            parts = Parts(learner, training.last)
+            parts = StepTimer(learner, training.last)
             sync()
             env_only.turn(brief)
             end = time.monotonic() + seconds * (1 - _LONGEST)

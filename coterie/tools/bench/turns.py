@@ -145,7 +145,7 @@ class Training:
         self.learner.close()
 
 
-class Parts:
+class StepTimer:
     """The acting forward and the training of an env step, each alone on one torch thread."""
 
     def __init__(self, learner: LearnerProcess, rollout: Rollout) -> None:

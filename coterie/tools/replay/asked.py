@@ -10,13 +10,13 @@ from typing import Any
 from coterie.choices import SECTIONS, uses
 from coterie.config import ResolvedConfig
 from coterie.exchange.table import exchange_kind
-from coterie.flight.life import Life
+from coterie.flight.life import RecordedLife
 from coterie.flight.record import lives
 from coterie.tools.replay.engine import EDITABLE
 from coterie.tools.replay.moment import Moment, debug
 from coterie.types import ConfigError, counted
 
-Together = Mapping[int, Sequence[Life]]
+Together = Mapping[int, Sequence[RecordedLife]]
 _FIXED = ("algo.unroll_length", "algo.poll", "ppo.batch_size")
 SWITCHED = (  # what a learner reads at each use, and not as it is made
     "algo.gae_lambda", "algo.value_coef", "algo.entropy_coef", "algo.entropy_schedule", "algo.normalize_advantage",
@@ -124,7 +124,7 @@ class ReplayRequest:
 
 def together(folder: Path, config: ResolvedConfig) -> list[Together]:
     """The lives of a run's learners that exchanged with each other, in their order."""
-    rejoins, groups = exchange_kind(config).restarts_one(config), dict[int, dict[int, list[Life]]]()
+    rejoins, groups = exchange_kind(config).restarts_one(config), dict[int, dict[int, list[RecordedLife]]]()
     for rank in range(config.learners):
         for life in lives(folder, rank):
             number = int(life.header["life"])
@@ -141,7 +141,7 @@ def _first_step(group: Together) -> int:
     return min(int(each[0].header["counts"].get("learner_steps", 0)) for each in group.values())
 
 
-def last_step(life: Life) -> int | None:
+def last_step(life: RecordedLife) -> int | None:
     """A learner step that the life has not passed; None: its record does not show one."""
     if final := life.of("final"):
         return int(final[-1][0])

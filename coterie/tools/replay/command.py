@@ -17,7 +17,7 @@ from coterie.build.factory import make_model, normalizers
 from coterie.build.resources import resolve_config
 from coterie.config import Config, ResolvedConfig
 from coterie.envs.make import make_spec
-from coterie.flight.life import Life, RecordEnds
+from coterie.flight.life import RecordedLife, RecordEnds
 from coterie.learner import Observer
 from coterie.roles.learner_process import LearnerProcess
 from coterie.roles.life import digest_of_state
@@ -129,7 +129,7 @@ class States:
         for life in everything:  # a rescue has taken what is not in the weights from one of these
             self.wanted |= {(life.header["learner"], steps) for (steps,) in life.of("saved")[-2:]}
 
-    def begin(self, life: Life) -> Tensors | None:
+    def begin(self, life: RecordedLife) -> Tensors | None:
         header = life.header
         if "checkpoint" not in header:
             return None

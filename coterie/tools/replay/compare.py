@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from coterie.flight.life import Event, Life
+from coterie.flight.life import Event, RecordedLife
 from coterie.flight.sums import differing_envs
 from coterie.learner import Observer
 from coterie.runs.machine import arithmetic, versions
@@ -40,7 +40,7 @@ class Differs(Exception):
 class Comparison(Observer):
     """Takes a replay's events in place of a record, and raises `Differs` at the first other one."""
 
-    def __init__(self, life: Life) -> None:
+    def __init__(self, life: RecordedLife) -> None:
         self.header = life.header
         self.expected = {kind: deque(life.of(kind)) for kind in _COMPARED}
         self.equal = dict.fromkeys(_COMPARED, 0)

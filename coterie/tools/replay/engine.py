@@ -18,7 +18,7 @@ from coterie.acting.table import acting_kind
 from coterie.build.factory import ProcessContext
 from coterie.config import ResolvedConfig
 from coterie.exchange.table import exchange_kind
-from coterie.flight.life import Life, RecordEnds, unrecorded
+from coterie.flight.life import RecordedLife, RecordEnds, unrecorded
 from coterie.learner import Observer
 from coterie.parallel.board import Board
 from coterie.parallel.threads import set_torch
@@ -39,7 +39,7 @@ EDITABLE = ("algo", "ppo", "vtrace", "q", "r2d2", "sac", "optim", "reward")  # s
 class Result:
     """What came of a life's replay."""
 
-    life: Life
+    life: RecordedLife
     steps: int = 0  # the last learner step
     compared: bool = True
     switched: int | None = None  # from this learner step on with other settings
@@ -61,8 +61,8 @@ class Replay:
     """
 
     config: ResolvedConfig
-    lives: Mapping[int, Sequence[Life]]
-    begin: Callable[[Life], Tensors | None] = lambda life: None
+    lives: Mapping[int, Sequence[RecordedLife]]
+    begin: Callable[[RecordedLife], Tensors | None] = lambda life: None
     until: int | None = None  # learner step to stop at
     edited: ResolvedConfig | None = None  # other settings, with which nothing is compared
     since: int = 0  # the learner step from which on those hold
@@ -82,7 +82,7 @@ class Replay:
         self._short = set(self.lives)  # learners that have not come to `until`
         bugs = list[BaseException]()
 
-        def work(rank: int, lives: Sequence[Life]) -> None:
+        def work(rank: int, lives: Sequence[RecordedLife]) -> None:
             try:
                 all(map(self._live, lives))  # up to the first that differs or has nothing to begin with
             except BaseException as error:
@@ -107,7 +107,7 @@ class Replay:
             raise bug
         return self.results
 
-    def _live(self, life: Life) -> bool:
+    def _live(self, life: RecordedLife) -> bool:
         """Whether the life was as recorded, as far as it could be compared."""
         result, comparison, rank = Result(life), Comparison(life), life.header["learner"]
         if rank in self._short:
@@ -137,7 +137,7 @@ class Replay:
         result.unseen = max(0, result.steps - comparison.steps)
         return not result.difference
 
-    def _train(self, life: Life, comparison: Comparison, result: Result, tensors: Tensors | None) -> None:
+    def _train(self, life: RecordedLife, comparison: Comparison, result: Result, tensors: Tensors | None) -> None:
         header, rank = life.header, life.header["learner"]
         left, counts = len(life.of("rollout")), header["counts"]
         edited = None if self.edited is None else as_recorded(self.edited, header)
@@ -146,7 +146,7 @@ class Replay:
         else:
             config = as_recorded(self.config, header)
         context = ProcessContext(
-            rank=rank, board=self._board, mixing=self._mixing, life=life, replayed=self._shared,
+            rank=rank, board=self._board, mixing=self._mixing, recorded_life=life, replayed=self._shared,
             note=comparison.note if result.compared else unrecorded,
         )  # fmt: skip
         learner = LearnerProcess(config, header["life"], context)
