@@ -72,10 +72,10 @@ comparison with other values is recorded. A value without a source is the defaul
 {NOTE}
 ## Ours, or the paper's
 
-Env steps of a run by default, in millions. **Bold**: set up for this budget or a larger one, and but for `impala` as in
-a paper, or nearly so. The others have our settings, for a few cores: [the league](../results/league.md) has what they
-learned, and those *in italics* have not been shown to learn such environments with their defaults. At its start a run
-says which it is.
+Env steps of a run by default, in millions. **Bold**: set up for this budget or a larger one, and but for `impala` and
+`a3c` as in a paper, or nearly so. The others have our settings, for a few cores. Those *in italics*, bold or not, have
+not been shown to learn such environments with their defaults; [the league](../results/league.md) has what was learned.
+Continuous control means MuJoCo. At its start a run says which it is.
 """
 
 GIVEN = ("Policy", "Run")  # classes whose objects a user gets, and does not make
@@ -251,7 +251,7 @@ def budgets() -> str:
     for name in presets.PRESETS:
         steps = [columns(name)[f].get("steps", Config().steps) / 1e6 if f in columns(name) else None for f in FAMILIES]
         shown = [presets.is_shown(name, KINDS[f]) for f in FAMILIES]
-        marks = ["**" if (n or 0) >= 10 else "" if known else "*" for n, known in zip(steps, shown, strict=True)]
+        marks = ["**" * ((n or 0) >= 10) + "*" * (not known) for n, known in zip(steps, shown, strict=True)]
         cells = ["-" if n is None else f"{m}{n:,g}{m}" for n, m in zip(steps, marks, strict=True)]
         rows.append(f"| [{name}](#{name}) | {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"

@@ -42,7 +42,7 @@ class StreamAgain:
 
 
 class HistoricModel:
-    """The network with the weights of the next batch, as `TwinModels`."""
+    """In place of `TwinModels`: each `newest` gives the weights that answered the next recorded batch."""
 
     def __init__(self, setup: LearnerSetup, publications: list[int]) -> None:
         self.learner, self.agent = setup.agent, setup.worker(0, 0).make_agent()

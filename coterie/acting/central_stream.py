@@ -128,7 +128,7 @@ class EnvStream(ServiceStream):
         assert self.recorder is not None
         done = self.recorder
         self.window.finish(self.ticket)
-        # A GPU may not have read the host's memory for a second time when the host goes on.
+        # The recorder's copy from here on: the host overwrites its own, perhaps before a GPU has read it again.
         request.seen = request.seen._replace(obs=done.inputs(0, self.row).obs)
         done.bootstrap(0, value)
         self.recorder, self.last, self.valid = None, done.last(), 0

@@ -80,7 +80,7 @@ def check(setup: WorkerSetup) -> None:
 
 
 def sender(setup: WorkerSetup, envs: Envs, post: Post) -> Callable[[WorkerReport], None]:
-    """What posts a report, after the board's count of replaced envs, of which earlier processes had some."""
+    """A function that posts a report, after it has added this process's replaced envs to the board's count."""
     counts = setup.board.counts[setup.row]
     before = int(counts["replaced"])
 

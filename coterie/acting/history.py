@@ -20,7 +20,7 @@ class History:
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def publish(self, version: int, agent: Agent) -> None:
-        """The first weights of a version are those that were acted with."""
+        """Keep these weights, unless some of this version are kept: the first ones are those that acted."""
         if self.uses[version] and version not in self.kept:
             self.kept[version] = agent.params.data.clone(), agent.moments.read()
 

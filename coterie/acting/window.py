@@ -15,9 +15,9 @@ R = TypeVar("R", bound=Any)  # an `InferenceRequest`
 
 
 class Window:
-    """Keeps rollouts from waiting long for their training: none begins while `columns` columns are not trained yet, or
-    while one that is still unfinished began `columns` columns before (0: no limit). What has begun always finishes, and
-    is never dropped for that.
+    """Bounds the policy lag. A rollout begins only if, with it, at most `columns` columns are begun and not yet trained
+    on, and at most `columns` have begun since the oldest unfinished rollout (0: no limit). A rollout that has begun
+    always finishes, and is never dropped for this bound.
 
     Between its beginning and its training at most 2 x (`columns` - its width) columns are then trained: those that
     began before it and were not trained yet, and those that begin after it and overtake it.

@@ -47,7 +47,7 @@ def _whole_rows(config: ResolvedConfig) -> int:
 
 
 def _needed(config: Config) -> int:
-    """Rows of an env that the replay needs more than: a sequence stays until the next one is whole."""
+    """The replay must hold more than this many rows of an env, so that a sequence stays until the next one is whole."""
     r2d2 = config.r2d2
     return r2d2.burn_in + r2d2.length + max(0, r2d2.stride - 2 * _unroll(config))
 

@@ -190,7 +190,7 @@ def worker_setup(
 
 
 def worker_events(config: ResolvedConfig, context: ProcessContext, number: int, life_number: int) -> EnvEvents:
-    """Those of a child process have a record of their own. It is made with the first of them."""
+    """A child process notes its env events in a flight record of its own, made at the first event."""
     if context.recorded_life is not None:
         path = path_of(context.recorded_life.path.parents[1], context.rank, life_number, number)
         return EnvEvents(again=read_life(path).events if begun(path) else ())

@@ -94,9 +94,9 @@ def resolve_resources(config: Config, spec: Spec, gpu: int = 0, cores: int = 0) 
 
 
 def _recordable(config: Config, spec: Spec) -> tuple[bool, bool]:
-    """Whether each call does the same, in acting and in training. Text does not, since its words are counted, nor need
-    parts of the user's. Training with a memory does not, since it looks where episodes begin. A replay of central
-    acting would record at other calls, which may round differently.
+    """Whether acting, and training, run the same operators in each call. With text they do not, since its words are
+    counted, and with the user's own parts they need not. Training with a memory looks where episodes begin. A replay of
+    central acting would record at other calls, which may round differently.
     """
     model, own = config.model, getattr(algorithm_class(config).make_model, "recordable", False)
     custom = ":" in model.torso + model.network + model.core or not own

@@ -97,10 +97,11 @@ def _surprises(options: Iterable[str], config: Config) -> Iterator[str]:
     spec = make_spec(config.env, config.atari)
     if config.preset in presets.PRESETS:
         millions, kind = presets.make(config.preset, config.env.id, spec).steps // 1_000_000, family(spec)
-        if millions >= 10:
-            yield f"{config.preset} is set up for {millions:,} million env steps or more; with fewer, try ppo first"
-        elif not presets.is_shown(config.preset, kind):
-            yield f"{config.preset} has not been shown to learn from {kind} with its defaults; try ppo first"
+        about = [f"is set up for {millions:,} million env steps or more"] if millions >= 10 else []
+        if not presets.is_shown(config.preset, kind):
+            about.append(f"has not been shown to learn from {kind} with its defaults")
+        if about:
+            yield f"{config.preset} {' and '.join(about)}; try ppo first"
     for name, needs in unused(options, config, spec):
         yield f"--{name.replace('_', '-')} has no effect in this run: it needs {needs}"
 

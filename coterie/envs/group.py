@@ -160,8 +160,8 @@ class Group:
         return batch, fresh
 
     def _check_legal(self, batch: StepResults, bad: Mapping[int, str]) -> None:
-        """Raise where no action is legal, except at an episode's end: there all are, but if it was truncated, the mask
-        stays, because the value of the best legal action is bootstrapped.
+        """Raise where a mask allows no action within an episode. After a termination it is made to allow all; after a
+        truncation it stays if it allows any, because the value of the best legal action is bootstrapped.
         """
         if not self.backend.spec.masked:
             return

@@ -37,8 +37,8 @@ from coterie.types import first_line
 from coterie.wire.auth import both_ends, is_local, read_token, split
 from coterie.wire.tokens import own_token, scoped
 
-# The parent ends those that wait for a dead learner, and one that hangs: a time-out of NCCL's own would also pass while
-# the whole run is stopped.
+# NCCL gets no time-out of its own, which would also pass while the whole run is suspended. The parent ends a learner
+# that hangs, or that waits for a dead one.
 _FOREVER = timedelta(days=365)
 _BAD, _ROWS, _ORDER, _STOP, _LEARNERS, _LR, _JOIN, _BROKEN = range(_FLAGS := 8)  # places in the tail
 

@@ -152,7 +152,7 @@ class Gossip(Solo):
                 if j != i and self.present[j] and self.joined[j] < number and self.mixed[j] < number:
                     return False
         check_finite(params)
-        self.flush()  # before: a replay makes each message again that a peer averaged
+        self.flush()  # before a peer can average the message: a replay must be able to make it
         with self.lock.writing(i):
             self.message[i].copy_(params.data)
             if self.moments.size:

@@ -19,7 +19,8 @@ from coterie.parallel.processes import PeerLost
 from coterie.parallel.shm import SharedArrays, fence
 from coterie.types import Array, CoterieError
 
-_SHORT = 4096  # numbers that each learner adds up by itself, as it does with one other learner: it saves a meeting
+# Up to this many numbers, and with two learners always, each learner adds up all of them: one synchronization less.
+_SHORT = 4096
 _LEAST_S, _MOST_S = 5e-5, 2e-3  # between polls of the others
 
 
@@ -85,7 +86,7 @@ class SharedSum:
         begin = time.perf_counter()
         while True:
             gone = self._gone != 0
-            fence()  # one that is gone has given what it gave
+            fence()  # the count of a learner that is gone is final from here on
             if not (missing := counts < self._number).any():
                 break
             if (gone & missing).any():

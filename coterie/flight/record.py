@@ -55,7 +55,7 @@ class FlightRecorder:
         self.path, self.failed = path, ""
         self._header, self._lines = header, deque[str]()
         self._open = list[str]()  # written to the tail only
-        # Cheaper at each rollout than an Event; with an event, which is set once all noted before is written.
+        # Wakes the thread, cheaper at each rollout than an Event. An Event put here is set once all before is written.
         self._news, self._over = SimpleQueue[threading.Event | None](), False
         self._thread = threading.Thread(target=self._work, name="coterie-flight", daemon=True)
         self._starting, self._flushed = threading.Lock(), threading.Event()
@@ -189,8 +189,8 @@ def _read_tail(path: Path) -> tuple[int, list[bytes]]:
 
 
 def forget_from(folder: Path, number: int) -> None:
-    """Remove the records of this life and later ones (restarts count in thousands): of what was trained after the
-    checkpoint that this life begins with.
+    """Remove the records of life `number` and later ones: what they trained is not in the checkpoint that the run goes
+    on from. A life's number is the resumes + 1000 x the restarts before it.
     """
     for path in (folder / "flight").glob("*.life_*"):
         life = path.name.removesuffix(".tail").rpartition("_")[2]

@@ -14,7 +14,7 @@ from coterie.parallel.clock import Budget, awake
 from coterie.parallel.processes import Child
 from coterie.types import CoterieError, counted, reason_of
 
-NOT_STARTED = "could not be started"  # of a child process that a run which is about to end gives up
+NOT_STARTED = "could not be started"  # a child process that a run gives up as it ends
 _NEEDED = 32  # descriptors, to read a checkpoint and start a learner
 _LONGEST_S = 60.0  # between two attempts
 _HURRY_S = 5.0  # the same after a signal: the sender may not wait for long
@@ -97,8 +97,8 @@ class Starts:
         return False
 
     def again(self, board: Board) -> list[int]:
-        """Try those that are left, if it is time; none of them hangs meanwhile. Returns what a run that is about to end
-        gives up.
+        """Start those that are left, if it is time, and write their heartbeats, so that none counts as hung. Returns
+        those that a run that is about to end gives up.
         """
         for row in list(self._left) if self._left and self._retries.are_due else ():
             self.start(row, self._left[row])

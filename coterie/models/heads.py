@@ -95,9 +95,9 @@ class Normalizer(nn.Module):
 
     Chan et al.'s parallel update, in float64, so that the order of batches does not matter beyond rounding. Absurd
     numbers, as a broken sensor gives, must not blind the policy in that input. Those in at most a quarter of a batch,
-    beyond `_ABSURD` and `_NEAR` deviations of the other rows, do not count at all. Others count as no further from the
-    mean than `_NEAR` deviations, or than what adds `_RAISE` of the variance: the more rows there are, the rarer may be
-    what counts as it is.
+    beyond `_ABSURD` and `_NEAR` deviations of the other rows, do not count at all. Others are clamped to `_NEAR`
+    deviations from the mean, or to where one row adds `_RAISE` of the variance if that is further: the more rows there
+    are, the rarer a number may be that counts in full.
     """
 
     mean: Tensor

@@ -24,7 +24,7 @@ COUNTS = (
     "produced", "delivered", "started", "learned", "masked", "learner_steps", "samples_trained",
     "policy_lag_max", "skipped", "replaced", "episodes", "dropped", "in_flight",
 )  # fmt: skip
-# What an order asks for: a checkpoint, before it an evaluation, after it the end, or no more training.
+# Bits of an order: write a checkpoint; evaluate before it; end the run after it; do not train after it.
 SAVE, EVALUATE, LAST, HOLD = 1, 2, 4, 8
 _ATTRIBUTES = 4096  # bytes for the attributes that callbacks set
 

@@ -28,8 +28,8 @@ _below_autograd: Callable[[], AbstractContextManager[Any]] = getattr(
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor is. While all tensors of a tape exist it stands for one of them, whatever object that is: a
-    backward pass has its own.
+    """Identifies a tensor by its memory, since a backward pass has other objects for the same memory. No two tensors of
+    a tape have the same one while all of them exist.
     """
 
     storage: int

@@ -34,7 +34,7 @@ PRESETS: dict[str, Callable[..., Config]] = {n.replace("_", "-"): globals()[n] f
 SHOWN: dict[Family, tuple[str, ...]] = {
     "images": ("ppo", "ppo-paper", "appo", "gala-ppo"),
     "vectors": ("a2c", "ppo", "a3c", "impala", "seed-vtrace", "gala-ppo", "dqn", "rainbow", "seed-r2d2"),
-    "continuous control": ("a2c", "ppo", "impala", "seed-vtrace", "gala-ppo", "sac"),
+    "continuous control": ("ppo", "impala", "gala-ppo", "sac"),
 }
 _SAME = {"ppo-paper": "ppo", "impala-paper": "impala", "impala-deep": "impala", "seed-football": "seed-vtrace"}
 

@@ -86,7 +86,8 @@ def ppo_paper(env: NameOrObject = "Pong-v5", **overrides: Any) -> Config:
 
     As in Accelerated Methods and its code: 8 simulators of 256 steps, 4 epochs, minibatches of 512, Adam at 1e-3, value
     coefficient 1, no clipping of gradients; the linear schedule and normalized advantages are options of that code, off
-    by default. Ours: 84x84 frames, up to 200 random steps first (2000). Vectors and continuous control: as `ppo`.
+    by default; here they are on, as in PPO's first code. Ours: 84x84 frames, up to 200 random steps first (2000).
+    Vectors and continuous control: as `ppo`.
     """
     image = {
         "steps": 25_000_000,
@@ -195,8 +196,9 @@ def a3c_paper(env: NameOrObject = "LunarLander-v3", **overrides: Any) -> Config:
 
     Christensen and Hansen: 64 workers, updates every 20 steps, lambda 1, no entropy bonus, Adam at 1e-4 without a
     schedule or clipping, rewards times 1e-3, the n-step return as the value's target (Algorithm 1), time limits as
-    ends. From the authors' code: gamma 0.99, value coefficient 0.25, MountainCar's actions repeated 4 times. Ours:
-    losses are means over the 20 steps, which Adam divides out; 10M env steps (280 to 3000 episodes a worker).
+    ends. Unlike Algorithm 1, 20 steps go on across the end of an episode. From the authors' code: gamma 0.99, value
+    coefficient 0.25, MountainCar's actions repeated 4 times. Ours: losses are means over the 20 steps, which Adam
+    divides out; 10M env steps (280 to 3000 episodes a worker).
     """
     env = name_of("env.id", env)
     settings = {
@@ -227,8 +229,9 @@ def appo(env: NameOrObject = "Pong-v5", **overrides: Any) -> Config:
 
     Accelerated Methods, Appendix B: learners of 8 simulators and horizon 256, two local Adam steps between updates of
     the store, weights polled every 64 steps, 4 epochs over minibatches of 512, a quarter of PPO's rate, no schedule.
-    Images: value coefficient 1, Adam as Keras has it, 25M env steps. Vectors and continuous control: these batches and
-    this rate, not tuned; in other respects as `ppo`.
+    Images: value coefficient 1, Adam as Keras has it, 25M env steps. Ours: normalized advantages, and frames of 84x84
+    with up to 200 random steps first. Vectors and continuous control: these batches and this rate, not tuned; in other
+    respects as `ppo`.
     """
     common = {
         "exchange": "store",

@@ -104,8 +104,8 @@ class Priorities:
         self.tree.set(index, 0.0)
 
     def draw(self, count: int, beta: float = 0.0, rng: np.random.Generator | None = None) -> Picks:
-        """`count` places, one from each of as many equal shares of the whole, and their importance weights
-        (N P(i))^-beta over the largest of them, float32. `rng`: a separate generator, so that a second reader does not
+        """Stratified: one place from each of `count` equal shares of the total priority, with importance weights
+        (N P(i))^-beta divided by the largest, float32. `rng`: a separate generator, so that a second reader does not
         change what the owner samples.
         """
         total = self.tree.total

@@ -202,7 +202,7 @@ class LearnerService:
             self.execute_order()
 
     def report(self) -> None:
-        """Keep the weights, then post what is new: the last report that arrives is of one of the last two weights."""
+        """Copy the weights for a rescue, then post what is new. Two copies are kept, one of which fits the last report."""
         progress, begin = self.learner.progress, time.thread_time()
         counts, cost, now = self.learner.keep(), time.thread_time() - begin, time.monotonic()
         self.next_report = now + max(self.every, cost / _KEEP_SHARE)

@@ -44,8 +44,8 @@ class LifeRecorder:
         }
 
     def resume(self, part: CheckpointPart, rngs: Iterable[torch.Generator]) -> None:
-        """It goes on from a part of a checkpoint. Central acting draws random numbers while a checkpoint is written, so
-        that only this record has those that the life begins with.
+        """Note the part of a checkpoint that this life goes on from. The generators' states are noted as well: central
+        acting draws numbers while a checkpoint is written, so a replay cannot have them from there.
         """
         self.header |= {
             "checkpoint": part.checkpoint,

@@ -192,12 +192,11 @@ def test_a_preset_that_needs_much_or_was_not_shown_to_learn_says_so(capsys):
                 continue  # it takes the actions of other envs
             data = ("--bc.dataset", "d/e-v0") if preset == "bc" else ()
             assert main(["train", preset, "--env", env, "--steps", "1000", *data, "--print-config"]) == 0
-            millions, line = presets.make(preset, env).steps // 1_000_000, ""
-            if millions >= 10:
-                line = f"is set up for {millions:,} million env steps or more; with fewer, try ppo first"
-            elif not presets.is_shown(preset, kind):
-                line = f"has not been shown to learn from {kind} with its defaults; try ppo first"
-            assert capsys.readouterr().err == (f"coterie: {preset} {line}\n" if line else "")
+            millions = presets.make(preset, env).steps // 1_000_000
+            much = f"is set up for {millions:,} million env steps or more" if millions >= 10 else ""
+            unseen = "" if presets.is_shown(preset, kind) else f"has not been shown to learn from {kind} with its defaults"
+            line = " and ".join(filter(None, (much, unseen)))
+            assert capsys.readouterr().err == (f"coterie: {preset} {line}; try ppo first\n" if line else "")
 
 
 def test_presets_that_are_said_to_be_the_same_without_images_are():

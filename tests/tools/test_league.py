@@ -41,12 +41,7 @@ def test_readme():
 
 
 def test_presets_that_are_said_to_learn_have_a_record():
-    kinds = {
-        "vectors": "vectors",
-        "continuous": "continuous control",
-        "mujoco": "continuous control",
-        "atari": "images",
-    }
+    kinds = {"vectors": "vectors", "mujoco": "continuous control", "atari": "images"}
     found = {(kinds[e.group], e.method) for e in league_entries.listed() if e.group in kinds and e.done}
     named = {(kind, name) for kind, names in presets.SHOWN.items() for name in names}
     assert {pair for pair in found if not pair[1].startswith("sb3-")} == named
