@@ -93,8 +93,8 @@ class Agent:
     moments: Moments  # the network's running normalizers
     policy: ActingPolicy
     acts_at: Callable[[int], None]  # to be called with the learner step of new weights
-    apart: ActingPolicy  # for another thread than the learner's: explores as of the last `look`
-    look: Callable[[int | None], int]  # explore as of these env steps, or those of the learner now; returns them
+    inference_policy: ActingPolicy  # for another thread; it explores by what `set_exploration_steps` was given
+    set_exploration_steps: Callable[[int | None], int]  # None: the learner's env steps now; returns them
 
 
 @dataclass(frozen=True)
@@ -226,21 +226,21 @@ class ActingKind(Generic[M]):
     needs: Callable[[Config], Needs] = lambda config: {}  # its options that some runs do not use
     simulation: str = ""  # package.module:class, a `SimActing` of `coterie plan`; empty: plan leaves it out
 
-    def along(self, setup: LearnerSetup) -> Acting:
-        """Acting along a flight record."""
+    def from_record(self, setup: LearnerSetup) -> Acting:
+        """Acting that repeats `setup.recorded_life`."""
         if not self.replay:
             raise ConfigError(f"acting: {setup.config.acting} cannot be replayed: it has no `replay`")
         return cast(Acting, named("acting", self.replay)(setup, None))
 
     @property
-    def apart(self) -> bool:
+    def has_children(self) -> bool:
         """Whether child processes step the envs."""
         return bool(self.child)
 
     @property
     def hosted(self) -> bool:
         """Whether child processes step the envs, and the learner chooses the actions."""
-        return self.apart and not self.own_policy
+        return self.has_children and not self.own_policy
 
     def batch_size(self, config: Config) -> int:
         """Rollouts of one env each in a learner's batch."""

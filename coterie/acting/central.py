@@ -21,10 +21,10 @@ import torch
 from coterie.acting.base import Acting, ActingKind, LearnerSetup
 from coterie.acting.batching import choose_batch, has_room
 from coterie.acting.central_stream import BatchAssembly, EnvHostService, EnvStream, EnvStreams, InferenceRequest
-from coterie.acting.child_processes import apart_refusals
+from coterie.acting.child_processes import child_process_refusals
+from coterie.acting.double_buffer import DoubleBufferedModel
 from coterie.acting.env_host import EnvHost, HostMemory
 from coterie.acting.recorder import Fields, as_rollout
-from coterie.acting.twin_models import TwinModels
 from coterie.acting.window import going, least_lag, worst_lag
 from coterie.config import Refusal, ResolvedConfig
 from coterie.models.build import Network, acting_copy
@@ -44,7 +44,7 @@ class Central(EnvStreams, Acting):
     def __init__(self, setup: LearnerSetup) -> None:
         super().__init__(setup)
         model, dtype = cast(Network, setup.agent.model), setup.envs.dtype
-        self.models = TwinModels([acting_copy(model, dtype, apart=True) for _ in range(2)], self.device)
+        self.models = DoubleBufferedModel([acting_copy(model, dtype, always_copy=True) for _ in range(2)], self.device)
         self.rng = setup.envs.make_rng(setup.rank)
         # Valid rows: received, of abandoned rollouts, in memory after `close`.
         self.produced = self.dropped = self.left = 0
@@ -173,18 +173,18 @@ class Central(EnvStreams, Acting):
     @torch.inference_mode()
     def _answer(self, batch: list[InferenceRequest]) -> list[InferenceRequest]:
         """Choose the actions of a batch; returns the requests that have to wait for newer weights first."""
-        inputs = [q.stream.see(q.seen) for q in batch]
+        inputs = [q.stream.write_step(q.time_step) for q in batch]
         for request in batch:
             if request.stream.counted:
-                self.produced += request.stream.seen
-            request.stream.seen = 0
+                self.produced += request.stream.uncounted
+            request.stream.uncounted = 0
         self.setup.on_produced()
         states = [q.stream.state for q in batch if q.stream.state is not None]
         ids = torch.from_numpy(np.concatenate([q.stream.ids for q in batch])).to(self.device)
         with self.models.newest() as (model, version, publication):
-            self.setup.note("infer", publication, self.look(), [q.stream.serial for q in batch])
+            self.setup.note("infer", publication, self.set_exploration_steps(), [q.stream.serial for q in batch])
             state = torch.cat(states) if states else None
-            out, after = self.setup.agent.apart(model, join(inputs), state, ids, self.rng)
+            out, after = self.setup.agent.inference_policy(model, join(inputs), state, ids, self.rng)
             action = out.action.cpu().numpy()  # waits for a GPU, which then has read the weights, and the hosts' memory
         at, waiting = 0, list[InferenceRequest]()
         for request in batch:
@@ -199,15 +199,15 @@ class Central(EnvStreams, Acting):
                 if self.paced:
                     waiting.append(request)
                     continue
-                stream.see(request.seen)
-            stream.act(part, None if after is None else after[mine], version)
+                stream.write_step(request.time_step)
+            stream.write_output(part, None if after is None else after[mine], version)
             request.answer({"action": action[mine]}, version)
         self.calls, self.rows = self.calls + 1, self.rows + at
         return waiting
 
-    def look(self) -> int:
+    def set_exploration_steps(self) -> int:
         """Explore as of the learner's env steps now; returns them."""
-        return self.setup.agent.look(None)
+        return self.setup.agent.set_exploration_steps(None)
 
     def _guard(self, work: Callable[[], None]) -> None:
         try:
@@ -272,7 +272,7 @@ KIND = ActingKind(
     worst_lag=worst_lag,
     least_lag=least_lag,
     refusals=(
-        *apart_refusals(lambda config: config.central, optional=True),
+        *child_process_refusals(lambda config: config.central, optional=True),
         Refusal(
             lambda c, s: c.central.lockstep and c.env.groups == 2,
             "env.groups",
@@ -290,6 +290,6 @@ KIND = ActingKind(
         "central.wait": (config.central.batch_min and not config.central.lockstep, "central.batch_min"),
         "central.newest_frame": (config.wire.bind, "wire.bind"),
     },
-    replay="coterie.acting.central_again:CentralAgain",
+    replay="coterie.acting.recorded_central:RecordedCentral",
     simulation="coterie.tools.plan.acting:SimCentral",
 )

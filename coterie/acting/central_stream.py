@@ -33,7 +33,7 @@ class InferenceRequest:
     """A stream's observations, and the callback that sends its actions."""
 
     stream: EnvStream
-    seen: TimeStep
+    time_step: TimeStep
     answer: Answer
     since: float = field(default_factory=time.perf_counter)
 
@@ -66,7 +66,7 @@ class EnvStream(ServiceStream):
         self.state = state
         self.window, self.ticket = among.window, -1  # of the unfinished rollout
         self.row, self.valid = 0, 0  # of the unfinished rollout: the next row, valid rows
-        self.seen = 0  # valid rows that are not in `Central.produced` yet
+        self.uncounted = 0  # valid rows that are not in `Central.produced` yet
         self.new, self.serial = True, 0  # serial: among its learner's streams
 
     def ask(self, arrays: dict[str, Array], answer: Answer) -> None:
@@ -74,7 +74,7 @@ class EnvStream(ServiceStream):
         arrays = {**self.newest.join(arrays), **self.shared}
         check_values(self.spec, arrays)
         obs = {k.removeprefix("obs/"): x for k, x in arrays.items() if k.startswith("obs/")}
-        seen = TimeStep(
+        time_step = TimeStep(
             obs=from_entries(obs),
             reward=arrays["reward"],
             terminated=arrays["terminated"],
@@ -85,7 +85,7 @@ class EnvStream(ServiceStream):
             env_id=self.ids,
         )
         self.new = False
-        self.among.inbox.put(InferenceRequest(self, seen, answer))
+        self.among.inbox.put(InferenceRequest(self, time_step, answer))
 
     def leave(self) -> None:
         self.among.leave(self)
@@ -99,20 +99,20 @@ class EnvStream(ServiceStream):
         # The last row of a rollout is the first one of the next, but for lockstep.
         return room or (begun and (self.row != self.among.unroll_length or self.among.config.lockstep))
 
-    def see(self, seen: TimeStep) -> Inputs:
+    def write_step(self, ts: TimeStep) -> Inputs:
         """Write the next row, of a new rollout if the last one is finished."""
         if self.recorder is None:
             self.recorder, self.row = self.recorders.popleft(), 0
             self.ticket = self.window.begin(self.width)
             self.recorder.begin([self.state], self.last)
         else:
-            valid = int(np.count_nonzero(~seen.is_first))
-            self.valid, self.seen = self.valid + valid, self.seen + valid
-        return self.recorder.see(0, self.row, seen)
+            valid = int(np.count_nonzero(~ts.is_first))
+            self.valid, self.uncounted = self.valid + valid, self.uncounted + valid
+        return self.recorder.write_step(0, self.row, ts)
 
-    def act(self, out: AgentOutput, state: Tensor | None, version: int) -> None:
+    def write_output(self, out: AgentOutput, state: Tensor | None, version: int) -> None:
         assert self.recorder is not None
-        self.recorder.act(0, self.row, out, version)
+        self.recorder.write_output(0, self.row, out, version)
         self.state, self.row = state, self.row + 1
 
     def abandon(self) -> int:
@@ -124,12 +124,12 @@ class EnvStream(ServiceStream):
         return dropped
 
     def finish(self, request: InferenceRequest, value: Tensor) -> Recorder:
-        """Complete the rollout; the next `see` begins another, with the observations that this one ends with."""
+        """Complete the rollout; the next `write_step` begins another, with the observations that this one ends with."""
         assert self.recorder is not None
         done = self.recorder
         self.window.finish(self.ticket)
         # The recorder's copy from here on: the host overwrites its own, perhaps before a GPU has read it again.
-        request.seen = request.seen._replace(obs=done.inputs(0, self.row).obs)
+        request.time_step = request.time_step._replace(obs=done.inputs(0, self.row).obs)
         done.bootstrap(0, value)
         self.recorder, self.last, self.valid = None, done.last(), 0
         return done

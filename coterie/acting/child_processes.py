@@ -33,7 +33,7 @@ def shares_evenly(config: ResolvedConfig, optional: bool = False) -> bool:
     )
 
 
-def apart_refusals(section: Callable[[Config], Section], optional: bool = False) -> tuple[Refusal, ...]:
+def child_process_refusals(section: Callable[[Config], Section], optional: bool = False) -> tuple[Refusal, ...]:
     """Refusals of every acting mode with child processes."""
     return (
         Refusal(

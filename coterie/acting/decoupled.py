@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from coterie.acting.actor import Actor, ActorMemory, batches_of
 from coterie.acting.base import Acting, ActingKind, LearnerSetup
-from coterie.acting.child_processes import apart_refusals, shares_evenly
+from coterie.acting.child_processes import child_process_refusals, shares_evenly
 from coterie.acting.recorder import as_rollout, valid_rows
 from coterie.config import Refusal, ResolvedConfig
 from coterie.envs.tasks import envs_per_child
@@ -162,7 +162,7 @@ KIND = ActingKind(
     worst_lag=worst_lag,
     least_lag=lambda config, updates: config.decoupled.publish_every - 1,
     refusals=(
-        *apart_refusals(lambda config: config.decoupled),
+        *child_process_refusals(lambda config: config.decoupled),
         Refusal(
             lambda c, s: c.max_lag > 0 and bool(c.wire.bind),
             "max_lag",
@@ -175,6 +175,6 @@ KIND = ActingKind(
         ),
     ),
     needs=lambda config: {"decoupled.queue": (not config.decoupled.lockstep, "decoupled.lockstep False")},
-    replay="coterie.acting.actors_again:ActorsAgain",
+    replay="coterie.acting.recorded_actors:RecordedActors",
     simulation="coterie.tools.plan.acting:SimDecoupled",
 )

@@ -36,7 +36,7 @@ class GroupStream(ReconnectingStream):
     """
 
     def __init__(
-        self, connection: Connection, layout: codec.Layout, group: int, wanted: Callable[[], None],
+        self, connection: Connection, layout: codec.FrameLayout, group: int, wanted: Callable[[], None],
         check: Callable[[], None], shared: Mapping[str, Array] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         super().__init__(self._new_stream, connection, check)

@@ -85,14 +85,14 @@ class Inline(Acting):
         seen = env_loop(self.envs, self._act, rows, seen, clock)
         if rows.stop == self.recorder.unroll_length:
             for g, ts in seen.items():
-                out, _ = self.policy.act(g, self.recorder.see(g, rows.stop, ts), self.states[g])
+                out, _ = self.policy.act(g, self.recorder.write_step(g, rows.stop, ts), self.states[g])
                 self.recorder.bootstrap(g, out.value)
         return seen
 
     def _act(self, g: int, row: int, ts: TimeStep) -> torch.Tensor:
-        inputs = self.recorder.see(g, row, ts)
+        inputs = self.recorder.write_step(g, row, ts)
         out, self.states[g] = self.policy.act(g, inputs, self.states[g])
-        self.recorder.act(g, row, out, self.version)
+        self.recorder.write_output(g, row, out, self.version)
         return out.action
 
 

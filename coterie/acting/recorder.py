@@ -191,7 +191,7 @@ class Recorder:
             if state is not None:
                 self.fields["core"][cols].copy_(state)
 
-    def see(self, g: int, row: int, ts: TimeStep) -> Inputs:
+    def write_step(self, g: int, row: int, ts: TimeStep) -> Inputs:
         """Write `obs[row]` and the consequence of `action[row - 1]`; returns the row's columns as the model's input."""
         cols, mine = self.groups[g], self.columns[g]
         for key, x in entries(ts.obs).items():
@@ -221,7 +221,7 @@ class Recorder:
         obs = mine.obs[""][row] if self.plain else {k: x[row] for k, x in mine.obs.items()}
         return Inputs(obs, self._up(mine.is_first[row]), mine.action[row], self._up(mine.reward[row]))
 
-    def act(self, g: int, row: int, out: AgentOutput, version: int) -> None:
+    def write_output(self, g: int, row: int, out: AgentOutput, version: int) -> None:
         """Write the policy's output at `row`."""
         mine = self.columns[g]
         mine.action[row + 1].copy_(out.action)

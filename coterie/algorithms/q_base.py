@@ -113,7 +113,7 @@ class QLearning(EpsilonGreedy, ReplayLearning[R]):
         return cast(Network, self.target)
 
     def make_target(self, model: Model) -> Network:
-        target, self.copy_weights = acting_copy(cast(Network, model), self.compute.dtype, apart=True)
+        target, self.copy_weights = acting_copy(cast(Network, model), self.compute.dtype, always_copy=True)
         return target
 
     def copy_target(self) -> None:

@@ -113,13 +113,13 @@ def agent_of(
     twin = copy.copy(algorithm)
     twin.clock = Clock()
 
-    def look(env_steps: int | None) -> int:
+    def set_exploration_steps(env_steps: int | None) -> int:
         twin.clock.env_steps = algorithm.clock.env_steps if env_steps is None else env_steps
         return twin.clock.env_steps
 
     own = acting_policy(algorithm, record)
-    apart = acting_policy(twin, record, 2 * MOST_RECORDINGS)  # it acts with two copies of the network
-    return Agent(model, params, moments, own, algorithm.acts_at, apart, look)
+    inference = acting_policy(twin, record, 2 * MOST_RECORDINGS)  # it acts with two copies of the network
+    return Agent(model, params, moments, own, algorithm.acts_at, inference, set_exploration_steps)
 
 
 def make_agent(config: ResolvedConfig, spec: Spec) -> Agent:
@@ -193,7 +193,7 @@ def worker_events(config: ResolvedConfig, context: ProcessContext, number: int, 
     """A child process notes its env events in a flight record of its own, made at the first event."""
     if context.recorded_life is not None:
         path = path_of(context.recorded_life.path.parents[1], context.rank, life_number, number)
-        return EnvEvents(again=read_life(path).events if begun(path) else ())
+        return EnvEvents(recorded=read_life(path).events if begun(path) else ())
     if context.folder is None or not config.log.flight:
         return EnvEvents()
     header = {"learner": context.rank, "worker": number, "life": life_number}

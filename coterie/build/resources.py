@@ -133,13 +133,13 @@ def resolve_config(config: Config, cores: int = 0) -> ResolvedConfig:
         least = min(exchange.gpu_learners, cores) if gpus else cores
         learners = 1 if exchange.one_learner else least if gpus < 2 else gpus
     config = replace(config, learners=learners)
-    if kind.apart:
+    if kind.has_children:
         cores = max(1, cores - min(gpus, learners))  # one core drives each GPU, see `place`
     if not config.env.num_envs:
         config = replace(config, env=replace(config.env, num_envs=simulators(config, learners, cores)))
     actors = config.actors
     if actors == "auto":
-        actors = learners * len(tasks(config.env.id)) if kind.apart else 0  # a host has threads for all cores
+        actors = learners * len(tasks(config.env.id)) if kind.has_children else 0  # a host has threads for all cores
         if kind.own_policy:
             actors = learners * largest(fitting_actors(config, learners), cores // learners)
     chosen: dict[str, Any] = {"exchange": resolve_exchange(config), "actors": actors}
@@ -199,7 +199,7 @@ def simulators(config: Config, learners: int, cores: int = 0) -> int:
         fair = [k for k in range(1, cores + several) if k * learners % several == 0]
         actors = largest(fair, min(cores, most // step))
     else:
-        actors = several if kind.apart else 1
+        actors = several if kind.has_children else 1
     if not kind.own_policy:
         width, batch = -(-width * cores // actors), 0
     fitting = [w for w in range(step, width + 1, step) if batch % w == 0 and actors * w <= most]

@@ -83,7 +83,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     without_keys("wire.bind"),
     Refusal(
-        lambda c, s: c.chaos.every > 0 and not acting_kind(c).apart and exchange_kind(c).one_learner,
+        lambda c, s: c.chaos.every > 0 and not acting_kind(c).has_children and exchange_kind(c).one_learner,
         "chaos.every",
         "needs child processes: several learners, actors, or env hosts",
     ),
@@ -171,7 +171,7 @@ def table() -> str:
     for algorithm, kind in ALGORITHMS.items():
         for acting in ACTING:
             how = " (lockstep, or `ppo.proximal`)" if kind.corrects(decoupled) else " (lockstep)"
-            lockstep = how if ACTING[acting].apart and kind.on_policy else ""
+            lockstep = how if ACTING[acting].has_children and kind.on_policy else ""
             rows.append(f"| {algorithm} | {acting}{lockstep} | {', '.join(EXCHANGES)} | {', '.join(LAUNCHES)} |")
     return "\n".join(rows)
 

@@ -10,13 +10,14 @@ KINDS = ("replaced", "set")
 
 class EnvEvents:
     """The events of some groups of envs: kind, first env of the group, answers that it had from its envs since they
-    were made, then the instances or the attributes. `note` takes them for a flight record; `again` are to be repeated.
+    were made, then the instances or the attributes. `note` takes them for a flight record; `recorded` ones are
+    repeated.
     """
 
-    def __init__(self, note: Callable[..., None] = lambda *event: None, again: Iterable[list[Any]] = ()) -> None:
+    def __init__(self, note: Callable[..., None] = lambda *event: None, recorded: Iterable[list[Any]] = ()) -> None:
         self.note = note
-        self._again = {(kind, *at): what for kind, *at, what in again if kind in KINDS}
+        self._recorded = {(kind, *at): what for kind, *at, what in recorded if kind in KINDS}
 
     def take(self, kind: str, group: int, answers: int) -> Any:
         """What is to be repeated there, or None."""
-        return self._again.pop((kind, group, answers), None)
+        return self._recorded.pop((kind, group, answers), None)

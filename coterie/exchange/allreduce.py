@@ -292,7 +292,7 @@ KIND = ExchangeKind(
             "must be a file with the run's token: other machines can reach allreduce.bind or allreduce.connect",
         ),
     ),
-    replay="coterie.exchange.allreduce_again:AllReduceAgain",
-    replayed="coterie.exchange.allreduce_again:Meeting",
+    replay="coterie.exchange.recorded_allreduce:RecordedAllReduce",
+    shared_in_replay="coterie.exchange.recorded_allreduce:Meeting",
     simulation="coterie.tools.plan.learners:SimAllReduce",
 )

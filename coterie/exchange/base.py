@@ -130,7 +130,7 @@ class Peers:
     rejoin: bool = False  # the other learners are training already
     core: int = -1  # the core that this learner shares with others; -1: it has its own
     recorded_life: RecordedLife | None = None  # in a replay: what is repeated
-    replayed: Any = None  # and what its learners share, made by `ExchangeKind.replayed`
+    shared_in_replay: Any = None  # and what its learners share, made by `ExchangeKind.shared_in_replay`
 
     @property
     def learners(self) -> int:
@@ -177,7 +177,7 @@ class ExchangeKind:
     refusals: tuple[Refusal, ...] = ()
     # For replays along flight records: package.module:callable; empty: there is none, and nothing is shared.
     replay: str = ""  # (setup) -> exchange along `setup.peers.recorded_life`
-    replayed: str = ""  # lives that ran together -> what their learners share, in one process
+    shared_in_replay: str = ""  # lives that ran together -> what their learners share, in one process
     simulation: str = ""  # package.module:class, a `SimExchange` of `coterie plan`; empty: plan leaves it out
 
     def is_alone(self, config: ResolvedConfig) -> bool:

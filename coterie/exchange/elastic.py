@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from coterie.exchange.lineage import Request
-from coterie.exchange.rendezvous import Machine, Place, RendezvousClient, RendezvousHost
+from coterie.exchange.rendezvous import GroupMembership, Machine, RendezvousClient, RendezvousHost
 from coterie.exchange.signed_store import SignedStore
 from coterie.exchange.silent_connections import SilentConnections
 from coterie.parallel.clock import awake
@@ -137,7 +137,7 @@ class MachineGroup:
             self._listen()
         client = self.client = self.client or RendezvousClient(self.machine, self.name)
         main = self._wait_for(client, lambda: client.store)
-        if main is None or (place := self._place(client)) is None:
+        if main is None or (place := self._membership(client)) is None:
             return
         self.number, self.size = place.group, place.size
         client.enter(place.group)
@@ -158,7 +158,7 @@ class MachineGroup:
         if place.rank == 0:
             self.report(f"allreduce: a group of {place.size} machines")
 
-    def _place(self, client: RendezvousClient) -> Place | None:
+    def _membership(self, client: RendezvousClient) -> GroupMembership | None:
         """Request a place and wait for it; None once this run ends or trains alone."""
         m = self.machine
         client.ask(Request(client.uid, client.own, m.kind, m.seed, self.sums, self.number))
@@ -169,7 +169,7 @@ class MachineGroup:
             raise RuntimeError("this machine was out of reach")
         if "refused" in answer:
             raise CoterieError(f"allreduce.connect: {answer['refused']}")
-        return Place(**answer)
+        return GroupMembership(**answer)
 
     def _wait_for(self, client: RendezvousClient, find: Callable[[], T | None]) -> T | None:
         """What `find` returns once it is not None; None once this run ends or trains alone."""
@@ -184,7 +184,7 @@ class MachineGroup:
                 raise RuntimeError(client.silent)
             if awake() > end:
                 raise RuntimeError("the other machines do not join")
-            time.sleep(self.timing.look)
+            time.sleep(self.timing.read_interval)
         return found
 
     def _listen(self) -> None:

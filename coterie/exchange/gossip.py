@@ -287,7 +287,7 @@ KIND = ExchangeKind(
     address=lambda config: config.gossip.bind or config.gossip.connect,
     link_settings=lambda bind, connect, machines: {"gossip.bind": bind, "gossip.connect": connect},
     refusals=(without_keys("gossip.bind"), both_ends("gossip")),
-    replay="coterie.exchange.gossip_again:GossipAgain",
-    replayed="coterie.exchange.gossip_again:Messages",
+    replay="coterie.exchange.recorded_gossip:RecordedGossip",
+    shared_in_replay="coterie.exchange.recorded_gossip:Messages",
     simulation="coterie.tools.plan.learners:SimGossip",
 )

@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 
 from coterie.parallel.seqlock import Seqlock
-from coterie.parallel.shm import Layout as MemoryLayout
-from coterie.parallel.shm import SharedArrays
+from coterie.parallel.shm import Layout, SharedArrays
 from coterie.types import Array
 from coterie.wire import codec
-from coterie.wire.codec import Layout, Refused
+from coterie.wire.codec import FrameLayout, Refused
 
 MAX_REMOTE_LEARNERS = 256  # learners of other runs at most; only the mailboxes that are used take memory
 NAP_S = 5e-3  # between two questions for news when there was none
@@ -62,7 +61,7 @@ class Message(NamedTuple):
         return torch.from_numpy(self.weights), torch.from_numpy(self.moments)
 
 
-def mailbox_arrays(rows: int, weights: int, moments: int) -> MemoryLayout:
+def mailbox_arrays(rows: int, weights: int, moments: int) -> Layout:
     return {
         "mailbox/weights": ((rows, weights), "float32"),
         "mailbox/moments": ((rows, moments), "float64"),
@@ -97,14 +96,14 @@ class Mailboxes:
         return self.lock.read(row, lambda: Message(int(writes[row]), weights.copy(), moments.copy()))
 
 
-def message_layout(weights: int, moments: int) -> Layout:
-    return Layout(
+def message_layout(weights: int, moments: int) -> FrameLayout:
+    return FrameLayout(
         [
-            codec.Tensor("present", "bool", (MAX_REMOTE_LEARNERS,)),
-            codec.Tensor("filled", "bool", (1,)),
-            codec.Tensor("learner", "int64", (1,)),
-            codec.Tensor("weights", "float32", (0, weights), "filled"),
-            codec.Tensor("moments", "float64", (0, moments), "filled"),
+            codec.TensorSpec("present", "bool", (MAX_REMOTE_LEARNERS,)),
+            codec.TensorSpec("filled", "bool", (1,)),
+            codec.TensorSpec("learner", "int64", (1,)),
+            codec.TensorSpec("weights", "float32", (0, weights), "filled"),
+            codec.TensorSpec("moments", "float64", (0, moments), "filled"),
         ]
     )
 

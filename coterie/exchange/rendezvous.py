@@ -48,7 +48,7 @@ class Timing:
     poll: float = 1.0  # between two checks, in the middle of a sum, whether a machine is lost
     form: float = 20.0  # for a group's connections to be made
     settle: float = 0.3  # for simultaneous requests
-    look: float = 0.02  # between two reads of the store
+    read_interval: float = 0.02  # between two reads of the store
     back: float = 20.0  # for the members of a group to return where the store was lost
 
 
@@ -66,7 +66,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Place:
+class GroupMembership:
     """The number of the group, a rank in it, and the rank of the source of the state that all take."""
 
     group: int
@@ -96,12 +96,12 @@ class RendezvousHost:
 
     def _work(self) -> None:
         try:
-            while not self._closed.wait(self.timing.look):
-                self._look(time.monotonic())
+            while not self._closed.wait(self.timing.read_interval):
+                self._poll(time.monotonic())
         except Exception as error:  # waiting machines run into their time-out, and report it
             self.report(f"allreduce: the rendezvous failed, so no new group can form: {error!r}")
 
-    def _look(self, now: float) -> None:
+    def _poll(self, now: float) -> None:
         self._read(now)
         if now - self.checked > self.timing.heartbeat / 4:
             self.checked = now
@@ -181,7 +181,7 @@ class RendezvousHost:
         self.group = max(self.group, before) + 1
         source = source_of(requests)
         for rank, (number, request) in enumerate(chosen):
-            self._answer(number, asdict(Place(self.group, rank, len(chosen), source)), request.nonce)
+            self._answer(number, asdict(GroupMembership(self.group, rank, len(chosen), source)), request.nonce)
         self.members = {request.uid: request for request in requests}
         self.waiting = {}
 
@@ -197,7 +197,7 @@ class RendezvousHost:
         with suppress(RuntimeError):
             self.store.set("over", "1")
             while time.monotonic() < end and any(self._lives(uid, time.monotonic()) for uid in others):
-                time.sleep(self.timing.look)
+                time.sleep(self.timing.read_interval)
 
 
 class RendezvousClient:
@@ -266,7 +266,7 @@ class RendezvousClient:
                 self.exchange(store)
                 self._answered = time.monotonic()
                 waits = self._number and self.answer is None
-                self._wake.wait(timing.look if waits else timing.heartbeat / 2)
+                self._wake.wait(timing.read_interval if waits else timing.heartbeat / 2)
                 self._wake.clear()
             store.set(f"beat/{self.uid}", LEFT)
         except Exception as error:

@@ -34,9 +34,9 @@ class SilentConnections:
     def _work(self) -> None:
         while not self._over.wait(self.seconds / 10):
             with suppress(psutil.Error, OSError):  # no descriptor may be left for a moment
-                self._look()
+                self._check()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         """Close those that have been silent for too long."""
         found, now, since = _found(), awake(), {}
         ports = {port for one in found if (port := _listening(one))} - self._others

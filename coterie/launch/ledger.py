@@ -295,6 +295,6 @@ class Ledger:
             "energy": self.energy.summary((learned - self.begin_steps) * self.spec.action_repeat),
             "digest": whole if digests else "",
             **({"digests": each} if len(each) > 1 else {}),
-            **({"restarts": self.restarts} if len(each) > 1 or acting_kind(self.config).apart else {}),
+            **({"restarts": self.restarts} if len(each) > 1 or acting_kind(self.config).has_children else {}),
             **self.last_eval,
         }

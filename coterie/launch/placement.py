@@ -17,7 +17,7 @@ from coterie.config import ResolvedConfig
 from coterie.exchange.table import exchange_kind
 from coterie.instruments.consensus import Consensus, Cosines, change_memory, cosine_memory
 from coterie.parallel.board import Board
-from coterie.parallel.hardware import available_cores, place
+from coterie.parallel.hardware import assign_cores, available_cores
 from coterie.parallel.params import FlatParams
 from coterie.parallel.processes import scratch_folder
 from coterie.parallel.weights import Weights
@@ -30,7 +30,7 @@ class Placement:
 
     def __init__(self, config: ResolvedConfig, spec: Spec, tensors: checkpoint.Tensors | None = None) -> None:
         self.config, self.learners = config, config.learners
-        self.places = place(self.learners, available_cores(), gpus_of(config))
+        self.places = assign_cores(self.learners, available_cores(), gpus_of(config))
         self.actors = config.actors
         self.board = Board(self.learners, self.actors)
         kind = exchange_kind(config)

@@ -96,7 +96,7 @@ class Starts:
             time.sleep(0.1)
         return False
 
-    def again(self, board: Board) -> list[int]:
+    def retry(self, board: Board) -> list[int]:
         """Start those that are left, if it is time, and write their heartbeats, so that none counts as hung. Returns
         those that a run that is about to end gives up.
         """
@@ -123,7 +123,7 @@ class Retries:
         self.succeed()
 
     def succeed(self) -> None:
-        self._since, self._count, self._reason, self._again = 0.0, 0, "", 0.0
+        self._since, self._count, self._reason, self._next_attempt = 0.0, 0, "", 0.0
 
     def hurry(self) -> bool:
         """Begin again, and try more often from now on. Returns False where that was so before."""
@@ -135,7 +135,7 @@ class Retries:
 
     @property
     def are_due(self) -> bool:
-        return awake() >= self._again
+        return awake() >= self._next_attempt
 
     @property
     def failed(self) -> bool:
@@ -150,6 +150,6 @@ class Retries:
         self._since, self._count = (self._since if self._count else now), self._count + 1
         if now - self._since > self.limit:
             raise CoterieError(f"{reason}, for {now - self._since:.0f} s (log.unsaved_limit)")
-        self._again = now + min(self.longest, 0.25 * 2 ** min(self._count, 10), self.limit / 4)
+        self._next_attempt = now + min(self.longest, 0.25 * 2 ** min(self._count, 10), self.limit / 4)
         new, self._reason = reason != self._reason, reason
         return new

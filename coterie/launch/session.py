@@ -155,7 +155,7 @@ def _go(
     saved, state, line = _saved(asked, folder) if resumed else (None, None, "")
     config = resolve_config(asked)
     kind = exchange_kind(config)
-    here = kind.one_learner and not acting_kind(config).apart
+    here = kind.one_learner and not acting_kind(config).has_children
     if not here:
         start_server()
     # A later run that starts from this config.json may act in another mode: with inline acting, `actors` stays `auto`.

@@ -84,7 +84,7 @@ class Supervisor:
             for child, kind, content in listen(rows, 0.1):
                 if self.children.get(rows[child]) is child:  # and has not been replaced meanwhile
                     self._receive(rows[child], kind, content)
-            for row in self.starts.again(run.board):
+            for row in self.starts.retry(run.board):
                 self._ended(row, NOT_STARTED)
             for row in self.back_off.due():
                 self._start_actor(row)

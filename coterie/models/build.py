@@ -237,15 +237,15 @@ def _fold(obs: Obs, axes: int) -> Obs:
     return obs if axes == 1 else map_obs(lambda x: x.flatten(0, axes - 1), obs)
 
 
-def acting_copy(model: Network, dtype: torch.dtype, apart: bool = False) -> tuple[Network, Callable[[], None]]:
-    """A copy that only acts, with torsos in `dtype`, and a call that updates it. `apart`: make a copy in any case,
-    because it acts while the model is trained.
+def acting_copy(model: Network, dtype: torch.dtype, always_copy: bool = False) -> tuple[Network, Callable[[], None]]:
+    """A copy that only acts, with torsos in `dtype`, and a call that updates it. `always_copy`: also where the model
+    itself would do, because it acts while the model is trained.
 
     Converting the weights once for each publication is cheaper than autocast's conversion at every call. In float32
     the model itself acts, and so does one with a custom part, which may not support another dtype.
     """
     as_it_is = dtype == torch.float32 or ":" in model.config.torso + model.config.network
-    if as_it_is and not apart:
+    if as_it_is and not always_copy:
         return model, lambda: None
     twin = copy.deepcopy(model).requires_grad_(False)
     for torso in () if as_it_is else (twin.torso, twin.value_torso):

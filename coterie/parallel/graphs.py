@@ -123,7 +123,7 @@ class Graphed(Generic[T]):
     ) -> None:
         self.most = most
         self.function, self.record = function, record if _marked(marked or function) else None
-        self.seen: Counter[Hashable] = Counter()
+        self.call_counts: Counter[Hashable] = Counter()
         self.recordings: dict[Hashable, _Recording[T]] = {}
 
     def __call__(self, *args: Any) -> T:
@@ -132,11 +132,11 @@ class Graphed(Generic[T]):
         tensors: list[Tensor] = []
         kind = _taken(args, tensors)
         if (found := self.recordings.get(kind)) is None:
-            self.seen[kind] += 1
-            if len(self.seen) > _MOST_KINDS:
+            self.call_counts[kind] += 1
+            if len(self.call_counts) > _MOST_KINDS:
                 self._give_up()
                 return self.function(*args)
-            if self.seen[kind] <= _WARM or len(self.recordings) == self.most:
+            if self.call_counts[kind] <= _WARM or len(self.recordings) == self.most:
                 return self.function(*args)
             results, found = self._recorded(record, args, tensors)
             if found is None:
@@ -180,7 +180,7 @@ class Graphed(Generic[T]):
         self.record = None
         with _recording:
             self.recordings.clear()
-        self.seen.clear()
+        self.call_counts.clear()
 
 
 def _taken(x: Any, tensors: list[Tensor]) -> Hashable:

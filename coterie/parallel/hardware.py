@@ -37,26 +37,26 @@ def machine_memory(cgroup: Path = CGROUP) -> int:
         return whole
 
 
-class Place(NamedTuple):
+class CoreAssignment(NamedTuple):
     """Where a learner runs. On a GPU its first core is for driving it."""
 
     cores: tuple[int, ...]
     gpu: int = -1  # -1: none
 
 
-def place(learners: int, cores: Sequence[int], gpus: int) -> list[Place]:
+def assign_cores(learners: int, cores: Sequence[int], gpus: int) -> list[CoreAssignment]:
     """Disjoint cores for each learner, round robin where there are more learners than cores.
 
     With GPUs, learners take them in turns, cores are split evenly among the GPUs, and the first core of each split is
     kept for driving its GPU (Accelerated Methods 2.2).
     """
     if gpus == 0:
-        return [Place(tuple(share)) for share in _shares(learners, cores)]
-    used, places = min(gpus, learners), dict[int, Place]()
+        return [CoreAssignment(tuple(share)) for share in _shares(learners, cores)]
+    used, places = min(gpus, learners), dict[int, CoreAssignment]()
     for gpu, (driving, *stepping) in enumerate(_shares(used, cores)):
         ranks = range(gpu, learners, used)
         for rank, share in zip(ranks, _shares(len(ranks), stepping or [driving]), strict=True):
-            places[rank] = Place(tuple(dict.fromkeys([driving, *share])), gpu)
+            places[rank] = CoreAssignment(tuple(dict.fromkeys([driving, *share])), gpu)
     return [places[rank] for rank in range(learners)]
 
 

@@ -27,7 +27,7 @@ _below_autograd: Callable[[], AbstractContextManager[Any]] = getattr(
 
 
 @dataclass(frozen=True)
-class _Place:
+class _TensorKey:
     """Identifies a tensor by its memory, since a backward pass has other objects for the same memory. No two tensors of
     a tape have the same one while all of them exist.
     """
@@ -39,15 +39,15 @@ class _Place:
     dtype: torch.dtype
 
 
-def _place(x: Tensor) -> _Place:
-    return _Place(x.untyped_storage()._cdata, int(x.storage_offset()), x.shape, x.stride(), x.dtype)
+def _key(x: Tensor) -> _TensorKey:
+    return _TensorKey(x.untyped_storage()._cdata, int(x.storage_offset()), x.shape, x.stride(), x.dtype)
 
 
-def _places(x: Any) -> Any:
+def _keys(x: Any) -> Any:
     """`x` with places for its tensors."""
     if isinstance(x, Tensor):
-        return _place(x)
-    return type(x)(map(_places, x)) if isinstance(x, tuple | list) else x
+        return _key(x)
+    return type(x)(map(_keys, x)) if isinstance(x, tuple | list) else x
 
 
 def _tensors(x: Any) -> Iterator[Tensor]:
@@ -79,9 +79,9 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, inputs: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[tuple[Callable[..., Any], Any, dict[str, Any], list[_Place]]] = []
-        self.reads = {_place(x): x for x in inputs}  # what exists before the calls, the inputs first
-        self.made = dict[_Place, Tensor]()
+        self.calls: list[tuple[Callable[..., Any], Any, dict[str, Any], list[_TensorKey]]] = []
+        self.reads = {_key(x): x for x in inputs}  # what exists before the calls, the inputs first
+        self.made = dict[_TensorKey, Tensor]()
         self.fleeting = {place.storage for place in self.reads}  # memory that is another one at the next call
         self.moving = set(self.fleeting)  # memory whose values differ from call to call
         self.whole = True  # whether these calls are all that makes the results
@@ -93,37 +93,37 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         given = list(_tensors((args, tuple(named.values()))))
-        lasting = self.see(given)
+        lasting = self.mark_read(given)
         if func is torch.ops.aten.lift_fresh.default:  # a tensor of Python's numbers is a new one in each call
             func = torch.ops.aten.clone.default
         found = func(*args, **named)
-        places = [_place(x) for x in _tensors(found)]
+        places = [_key(x) for x in _tensors(found)]
         self.whole &= bool(places) and not (_OF_VALUES & set(func.tags) and not _is_lookup(func, args))
         if func.is_view and (self.made.keys() >= set(places) or lasting >= {place.storage for place in places}):
             return found  # what is there already, or memory that stays
         self.made |= {place: x for place, x in zip(places, _tensors(found), strict=True) if place not in self.reads}
         self.fleeting |= {place.storage for place in places} - lasting
         if any(isinstance(x, Generator) for x in (*args, *named.values())) or any(
-            _place(x).storage in self.moving | lasting for x in given
+            _key(x).storage in self.moving | lasting for x in given
         ):
             self.moving |= {place.storage for place in places}
-        self.calls.append((func, _places(args), {name: _places(x) for name, x in named.items()}, places))
+        self.calls.append((func, _keys(args), {name: _keys(x) for name, x in named.items()}, places))
         return found
 
-    def see(self, tensors: Iterable[Tensor]) -> set[int]:
+    def mark_read(self, tensors: Iterable[Tensor]) -> set[int]:
         """They are read; returns the memory that is the same at the next call."""
         for x in tensors:
-            if (place := _place(x)) not in self.made and place not in self.reads:
+            if (place := _key(x)) not in self.made and place not in self.reads:
                 self.whole &= place.storage not in self.fleeting
                 self.reads[place] = x
         return {place.storage for place in self.reads} - self.fleeting
 
-    def again(self, reads: Sequence[Tensor], results: list[_Place]) -> tuple[Tensor, ...]:
+    def run_again(self, reads: Sequence[Tensor], results: list[_TensorKey]) -> tuple[Tensor, ...]:
         """The results of the same calls, with others of what they read."""
         now = dict(zip(self.reads, reads, strict=True))
 
         def of(x: Any) -> Any:
-            if isinstance(x, _Place):
+            if isinstance(x, _TensorKey):
                 return now[x]
             return type(x)(map(of, x)) if isinstance(x, tuple | list) else x
 
@@ -145,12 +145,12 @@ def trace(function: Flat, tensors: list[Tensor], rngs: Sequence[Generator]) -> t
     tape, reads = _Tape(inputs), _Reads()
     with reads, tape:
         results = function(inputs)
-    tape.see(results)
-    script = None if reads.any or not tape.whole else _script(tape, [_place(x) for x in results], rngs)
+    tape.mark_read(results)
+    script = None if reads.any or not tape.whole else _script(tape, [_key(x) for x in results], rngs)
     if script is None:
         return results, None
     own = [x.detach() for x in tape.reads.values()][len(inputs) :]
-    constant = [i for i, x in enumerate(results) if _place(x).storage not in tape.moving]
+    constant = [i for i, x in enumerate(results) if _key(x).storage not in tape.moving]
     tape.made.clear()  # TorchScript keeps the tape
     tape.reads.clear()
 
@@ -164,14 +164,16 @@ def trace(function: Flat, tensors: list[Tensor], rngs: Sequence[Generator]) -> t
     return results, run
 
 
-def _script(tape: _Tape, results: list[_Place], rngs: Sequence[Generator]) -> Callable[..., tuple[Tensor, ...]] | None:
+def _script(
+    tape: _Tape, results: list[_TensorKey], rngs: Sequence[Generator]
+) -> Callable[..., tuple[Tensor, ...]] | None:
     """The calls of the tape as TorchScript. Nothing that they read is changed."""
     states = [rng.get_state() for rng in rngs]
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # TorchScript is not developed any further
             copies = tuple(x.detach().clone() for x in tape.reads.values())
-            made = torch.jit.trace(lambda *reads: tape.again(reads, results), copies, check_trace=False)  # type: ignore[no-untyped-call]
+            made = torch.jit.trace(lambda *reads: tape.run_again(reads, results), copies, check_trace=False)  # type: ignore[no-untyped-call]
         return made if isinstance(made, torch.jit.ScriptFunction) else None
     except Exception:  # an argument that it does not know, or a torch without it
         return None

@@ -18,7 +18,7 @@ from coterie.envs.news import EnvNews, Means
 from coterie.parallel.clock import Budget
 from coterie.types import Spec
 from coterie.wire.auth import read_token
-from coterie.wire.codec import Layout, Refused, layout_from
+from coterie.wire.codec import FrameLayout, Refused, layout_from
 from coterie.wire.server import Server, server_credentials
 from coterie.wire.service import Limits, Service
 
@@ -90,7 +90,7 @@ class Servers:
         }
 
 
-def check_hello(hello: Any, env_ids: Collection[str], expected: Layout) -> None:
+def check_hello(hello: Any, env_ids: Collection[str], expected: FrameLayout) -> None:
     """Raise `Refused` unless a client has one of these envs and declares these tensors."""
     if hello.env_id not in env_ids:
         raise Refused(f"the run's envs are {', '.join(env_ids)}, not {hello.env_id[:100]!r}")
@@ -99,7 +99,7 @@ def check_hello(hello: Any, env_ids: Collection[str], expected: Layout) -> None:
         raise Refused(f"the run's frames hold {_shown(expected)}, the client's {_shown(declared)}")
 
 
-def _shown(layout: Layout) -> str:
+def _shown(layout: FrameLayout) -> str:
     return ", ".join(f"{t.name}: {t.dtype}{list(t.shape)}" for t in layout.tensors[:12])[:250] or "no tensors"
 
 

@@ -20,25 +20,25 @@ from coterie.parallel.weights import Weights
 from coterie.remote.admission import ClientIds, check_hello, settings_of
 from coterie.runs.config_io import to_dict
 from coterie.types import MASK, Array, CoterieError, Spec, counted
-from coterie.wire.codec import Layout, Refused, Tensor, check_values
+from coterie.wire.codec import FrameLayout, Refused, TensorSpec, check_values
 from coterie.wire.service import Answer, ServiceStream
 
 REMOTE_PRODUCER = 1 << 16  # remote actors are the slots' producers from here on
 _POLL_S = 1e-3
 _ROUNDING = 1e-4  # by which the logarithm of a certain action's probability may be above 0
-VERSION = Layout([Tensor("version", "int64", (1,))])  # a request for weights: the version that the client has
+VERSION = FrameLayout([TensorSpec("version", "int64", (1,))])  # a request for weights: the version that the client has
 
 
-def rollout_tensors(fields: Mapping[str, torch.Tensor]) -> Layout:
+def rollout_tensors(fields: Mapping[str, torch.Tensor]) -> FrameLayout:
     """A rollout's arrays as the tensors of a frame, without the env ids, which the learner assigns."""
     found = {k: (str(x.dtype).removeprefix("torch."), tuple(x.shape)) for k, x in fields.items() if k != "env_id"}
-    return Layout([Tensor(k, dtype, shape) for k, (dtype, shape) in found.items()])
+    return FrameLayout([TensorSpec(k, dtype, shape) for k, (dtype, shape) in found.items()])
 
 
-def weights_tensors(size: int, moments: int) -> Layout:
+def weights_tensors(size: int, moments: int) -> FrameLayout:
     """What an actor acts with; `moments` of 0: the network has no normalizers."""
-    sums = [Tensor("moments", "float64", (moments,))] if moments else []  # a frame has no empty tensors
-    return Layout([Tensor("params", "float32", (size,)), *sums])
+    sums = [TensorSpec("moments", "float64", (moments,))] if moments else []  # a frame has no empty tensors
+    return FrameLayout([TensorSpec("params", "float32", (size,)), *sums])
 
 
 def check_rollout(spec: Spec, arrays: dict[str, Array]) -> None:
@@ -107,7 +107,7 @@ class RolloutService:
     def _welcome(self, hello: Any) -> dict[str, Any]:
         return {"number": self.ids.number(hello.run_id), "learners": self.learners, "settings": self.settings}
 
-    def _admit(self, hello: Any, reads: Layout) -> ServiceStream | None:
+    def _admit(self, hello: Any, reads: FrameLayout) -> ServiceStream | None:
         if hello.envs == 0:
             return ServiceStream(self._welcome(hello))
         if hello.envs != self.slots.width:

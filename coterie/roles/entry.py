@@ -202,7 +202,7 @@ class LearnerService:
             self.execute_order()
 
     def report(self) -> None:
-        """Copy the weights for a rescue, then post what is new. Two copies are kept, one of which fits the last report."""
+        """Copy the weights for a rescue, then post what is new. One of two copies fits the last report to arrive."""
         progress, begin = self.learner.progress, time.thread_time()
         counts, cost, now = self.learner.keep(), time.thread_time() - begin, time.monotonic()
         self.next_report = now + max(self.every, cost / _KEEP_SHARE)

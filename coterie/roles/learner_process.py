@@ -122,7 +122,7 @@ class LearnerProcess:
             worker=lambda number, life: worker_setup(config, life, context, number, 0),
         )
         kind = acting_kind(config)
-        self.acting: Acting = kind.along(setup) if context.recorded_life else kind.connect(setup, context.acting)
+        self.acting: Acting = kind.from_record(setup) if context.recorded_life else kind.connect(setup, context.acting)
         self._opened = made.enter_context(ExitStack())
         self._opened.callback(self.acting.close)
         self._opened.callback(self._close_servers)  # before: env hosts receive the end before their actions stop

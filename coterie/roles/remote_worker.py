@@ -33,7 +33,7 @@ from coterie.runs.validate import validate
 from coterie.types import ConfigError, CoterieError
 from coterie.wire.auth import offset
 from coterie.wire.client import Connection, Endpoint, ReconnectingStream, RunEnded, Stream
-from coterie.wire.codec import Layout, timestep_layout
+from coterie.wire.codec import FrameLayout, timestep_layout
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def run_env_host(base: ResolvedConfig, endpoint: Endpoint, worker: WorkerOptions
 class RemoteSink:
     """An actor's weights and rollouts over two streams to its learner. `layout`: of a rollout."""
 
-    def __init__(self, session: Session, worker: WorkerOptions, layout: Layout) -> None:
+    def __init__(self, session: Session, worker: WorkerOptions, layout: FrameLayout) -> None:
         self._connection = connection = session.connection
         self.check, leave = FinishRollout(worker.leave, worker.finish_s), worker.leave
         self.version, self.env_steps = -1, 0
@@ -177,7 +177,7 @@ class RemoteSink:
         self._push.info = self.info.take
         self._pull = ReconnectingStream(partial(self._connect_pull, leave), connection, leave)
 
-    def _connect(self, method: str, sends: Layout, check: Callable[[], None]) -> Stream:
+    def _connect(self, method: str, sends: FrameLayout, check: Callable[[], None]) -> Stream:
         self.version = -1  # the learner may have been restarted from a checkpoint
         return self._connection.stream(method, sends, check)
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from coterie.config import Config
 from coterie.parallel.processes import location
 from coterie.runs.files import Journal, answered, write_whole, writing
-from coterie.runs.page import Page
 from coterie.runs.trust import SIGNATURE
+from coterie.runs.wandb_run import WandbRun
 from coterie.types import CoterieError, reason_of
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class RunWriter:
         self._open = ExitStack()  # closes each, if another one fails
         for close in (self._log.close, lambda: self._file.close(), self._add):  # the last one first
             self._open.callback(close)
-        self._page = Page(folder, config) if config.log.wandb else None  # last: its end is waited for
+        self._wandb = WandbRun(folder, config) if config.log.wandb else None  # last: its end is waited for
 
     def roll_back(self, env_steps: int) -> None:
         """Drop the lines of metrics.jsonl after a checkpoint, so that env steps only ever increase: now, or as soon as
@@ -126,9 +126,9 @@ class RunWriter:
         if self._config.log.tensorboard:
             with self._trying():
                 self._plot(plain)
-        if self._page is not None:
-            self._page.log(plain)
-            self._say_trouble(self._page)
+        if self._wandb is not None:
+            self._wandb.log(plain)
+            self._say_trouble(self._wandb)
 
     def _plot(self, line: dict[str, Any]) -> None:
         from coterie.runs.events import Events, description, purge, scalars  # 0.35 s, for which start-up does not wait
@@ -142,8 +142,8 @@ class RunWriter:
             first, self._purge = [purge(self._purge)], None
         self._events.add(*first, scalars(line))
 
-    def _say_trouble(self, page: Page) -> None:
-        if line := page.trouble():
+    def _say_trouble(self, run: WandbRun) -> None:
+        if line := run.trouble():
             self.log(line)
             self.say(line)
 
@@ -167,9 +167,9 @@ class RunWriter:
             answered(partial(write_whole, self.folder / "summary.json", text))
 
     def close(self) -> None:
-        if self._page is not None:
-            self._page.finish()
-            self._say_trouble(self._page)
+        if self._wandb is not None:
+            self._wandb.finish()
+            self._say_trouble(self._wandb)
         with writing(self.folder):
             self._open.close()
 

@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 from coterie.parallel.clock import awake, back_off
 from coterie.types import Array, ConfigError, CoterieError
 from coterie.wire.auth import is_local, read_pem
-from coterie.wire.codec import PROTOCOL, Frame, Layout, Refused, layout_from, pack_info
+from coterie.wire.codec import PROTOCOL, Frame, FrameLayout, Refused, layout_from, pack_info
 from coterie.wire.server import SERVICE
 from coterie.wire.tokens import NONCE_BYTES, SCOPES, known_token, proof, scoped
 
@@ -79,7 +79,7 @@ class Stream:
     """A stream to a service. A wait ends after `silence` seconds without a frame, or when `check` raises."""
 
     def __init__(
-        self, channel: grpc.Channel, method: str, hello: Mapping[str, Any], sends: Layout, *, token: str = "",
+        self, channel: grpc.Channel, method: str, hello: Mapping[str, Any], sends: FrameLayout, *, token: str = "",
         silence: float = 60.0, check: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.sends, self.silence, self._check = sends, silence, check
@@ -282,7 +282,7 @@ class Connection:
                 return result
 
     def stream(
-        self, method: str, sends: Layout, check: Callable[[], None], *, silence: float = 60.0, **hello: int
+        self, method: str, sends: FrameLayout, check: Callable[[], None], *, silence: float = 60.0, **hello: int
     ) -> Stream:
         """A new stream; `check` ends a wait for an answer by raising."""
         token = known_token(self.endpoint.address, self.endpoint.token)
@@ -290,7 +290,7 @@ class Connection:
 
     def settings(self, method: str, check: Callable[[], None] = lambda: None) -> Any:
         """The `Welcome` alone, with the settings that a client needs before it makes its environments."""
-        stream = self.retry(lambda: self.stream(method, Layout(()), check, envs=0), check)
+        stream = self.retry(lambda: self.stream(method, FrameLayout(()), check, envs=0), check)
         stream.close()
         return stream.welcome
 

@@ -42,7 +42,7 @@ class Refused(Exception):
         self.status = status
 
 
-class Tensor(NamedTuple):
+class TensorSpec(NamedTuple):
     """One tensor of a frame. `rows`: an earlier bool tensor, which has as many True as axis 0 is long; "": none."""
 
     name: str
@@ -59,10 +59,10 @@ class Tensor(NamedTuple):
         return int(np.count_nonzero(arrays[self.rows])) if self.rows else self.shape[0] if self.shape else 1
 
 
-class Layout:
+class FrameLayout:
     """The tensors of a frame, one after the other."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[TensorSpec]) -> None:
         self.tensors = tuple(tensors)
         shapes = {t.name: t.shape for t in self.tensors}
         self.most = sum(_rows(t, shapes) * t.row_bytes for t in self.tensors)  # bytes
@@ -99,18 +99,18 @@ class Layout:
         return [TensorMessage(name=t.name, dtype=t.dtype, shape=t.shape, rows=t.rows) for t in self.tensors]
 
 
-def _rows(tensor: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> int:
+def _rows(tensor: TensorSpec, shapes: Mapping[str, tuple[int, ...]]) -> int:
     """The largest number of rows of a tensor."""
     return math.prod(shapes[tensor.rows]) if tensor.rows else tensor.shape[0] if tensor.shape else 1
 
 
-def layout_from(message: Sequence[Any], most: int) -> Layout:
+def layout_from(message: Sequence[Any], most: int) -> FrameLayout:
     """The layout that a peer declares, with frames of at most `most` bytes."""
-    tensors, seen = list[Tensor](), dict[str, Tensor]()
+    tensors, seen = list[TensorSpec](), dict[str, TensorSpec]()
     if len(message) > 256:
         raise Refused(f"{len(message)} tensors in a frame; at most 256")
     for m in message:
-        t = Tensor(m.name, m.dtype, tuple(m.shape), m.rows)
+        t = TensorSpec(m.name, m.dtype, tuple(m.shape), m.rows)
         if t.dtype not in DTYPES:
             raise Refused(f"{t.name!r}: dtype {t.dtype!r} is not one of {', '.join(DTYPES)}")
         if t.name in seen or len(t.shape) > 8:
@@ -123,7 +123,7 @@ def layout_from(message: Sequence[Any], most: int) -> Layout:
             )
         seen[t.name] = t
         tensors.append(t)
-    layout = Layout(tensors)
+    layout = FrameLayout(tensors)
     if layout.most > most:
         raise Refused(f"frames of up to {layout.most} bytes, more than {most}")
     return layout
@@ -183,37 +183,37 @@ WHOLE = "whole"  # tensor: the envs whose whole stack of frames is sent
 _NEWEST, _STACK = "newest/", "stack/"
 
 
-def timestep_layout(spec: Spec, envs: int, newest: bool = False, shared: bool = False) -> Layout:
+def timestep_layout(spec: Spec, envs: int, newest: bool = False, shared: bool = False) -> FrameLayout:
     """A TimeStep on the wire. `newest`: only the last frame of a stack, except where an episode begins. `shared`:
     without the observations, which are in shared memory.
     """
-    obs: list[Tensor] = []
+    obs: list[TensorSpec] = []
     for key, s in () if shared else spec.obs.items():
         if newest and s.is_image and s.shape[0] > 1:
             obs += [
-                Tensor(f"{_NEWEST}{key}", s.dtype, (envs, *s.shape[1:])),
-                Tensor(f"{_STACK}{key}", s.dtype, (0, *s.shape), WHOLE),
+                TensorSpec(f"{_NEWEST}{key}", s.dtype, (envs, *s.shape[1:])),
+                TensorSpec(f"{_STACK}{key}", s.dtype, (0, *s.shape), WHOLE),
             ]
         else:
-            obs.append(Tensor(f"obs/{key}", s.dtype, (envs, *s.shape)))
+            obs.append(TensorSpec(f"obs/{key}", s.dtype, (envs, *s.shape)))
     small = [
-        Tensor("reward", "float32", (envs,)),
-        *(Tensor(name, "bool", (envs,)) for name in ("terminated", "truncated", "is_first")),
-        Tensor("episode_return", "float64", (envs,)),
-        Tensor("episode_length", "float64", (envs,)),
+        TensorSpec("reward", "float32", (envs,)),
+        *(TensorSpec(name, "bool", (envs,)) for name in ("terminated", "truncated", "is_first")),
+        TensorSpec("episode_return", "float64", (envs,)),
+        TensorSpec("episode_length", "float64", (envs,)),
     ]
     stacks = any(t.rows for t in obs)
-    return Layout([*([Tensor(WHOLE, "bool", (envs,))] if stacks else []), *small, *obs])
+    return FrameLayout([*([TensorSpec(WHOLE, "bool", (envs,))] if stacks else []), *small, *obs])
 
 
-def action_layout(spec: Spec, envs: int) -> Layout:
-    return Layout([Tensor("action", spec.action.dtype, (envs, *spec.action.shape))])
+def action_layout(spec: Spec, envs: int) -> FrameLayout:
+    return FrameLayout([TensorSpec("action", spec.action.dtype, (envs, *spec.action.shape))])
 
 
 class Newest:
     """Replaces stacks of frames by their newest frame before they are sent, and restores them on arrival."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: FrameLayout) -> None:
         self.keys = [t.name.removeprefix(_NEWEST) for t in layout.tensors if t.name.startswith(_NEWEST)]
         self.last: dict[str, Array] = {}
 

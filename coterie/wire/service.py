@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 
 from coterie.parallel.clock import awake
 from coterie.types import Array
-from coterie.wire.codec import INFO_BYTES, PROTOCOL, Frame, Layout, Refused, unpack_info
+from coterie.wire.codec import INFO_BYTES, PROTOCOL, Frame, FrameLayout, Refused, unpack_info
 from coterie.wire.tokens import NONCE_BYTES, proof
 
 _HELLO_BYTES = 1 << 16
@@ -43,8 +43,8 @@ class Limits:
 class ServiceStream:
     """The server's side of one client's stream. One without envs is of this class, and gets the welcome only."""
 
-    reads: Layout = Layout(())  # of the client's data frames
-    writes: Layout = Layout(())  # of the answers
+    reads: FrameLayout = FrameLayout(())  # of the client's data frames
+    writes: FrameLayout = FrameLayout(())  # of the answers
     alive: bool = True  # False once another stream of the client has replaced this one
     about: str = ""  # what joins the run with it, for the log
     patience: float = 0.0  # seconds for the client to send its next frame; 0: no limit

@@ -70,7 +70,7 @@ def test_a_real_model_acts_with_copies_of_its_weights():
     central = Central(learner_setup(policy, model, {"env.num_envs": 2, "algo.unroll_length": 50}))
     mine = {x.data_ptr() for x in (*model.parameters(), *model.buffers())}
     try:
-        twins: list[Any] = [twin for twin, _ in central.models.twins]
+        twins: list[Any] = [twin for twin, _ in central.models.copies]
         assert all(mine.isdisjoint(x.data_ptr() for x in (*t.parameters(), *t.buffers())) for t in twins)
         stream, answers = central.open_stream(0, 0, 0, 2), []
         arrays = time_step(np.ones((2, 3), np.float32))

@@ -20,7 +20,7 @@ from coterie.remote.admission import ClientIds, Servers, settings_of
 from coterie.remote.rollout_service import RolloutService
 from coterie.types import ActionSpec, Spec
 from coterie.wire.client import Connection, Endpoint
-from coterie.wire.codec import Layout, Tensor
+from coterie.wire.codec import FrameLayout, TensorSpec
 from tests.conftest import IMAGE, VECTOR, make_config
 from tests.support.services import INFER, MOST_ENVS, PULL, PUSH, UNROLL, WIDTH, InferenceServices, RolloutServices
 from tests.support.waiting import wait_until
@@ -76,8 +76,8 @@ def test_clients_that_come_and_go_all_the_time_leave_room_for_refusals():
     [
         ({"env_id": "Pong-v5"}, "the run's envs are CartPole-v1, not 'Pong-v5'"),
         ({"envs": MOST_ENVS + 1}, "9 envs are more than central.max_envs, 8|actors have 2 envs each, not 9"),
-        ({"layout": Layout([Tensor("x", "int32", (1,))])}, "the client's x: int32[1]"),
-        ({"layout": Layout(())}, "the client's no tensors"),
+        ({"layout": FrameLayout([TensorSpec("x", "int32", (1,))])}, "the client's x: int32[1]"),
+        ({"layout": FrameLayout(())}, "the client's no tensors"),
         ({"envs": 0}, "a stream of 0 envs must not send data frames"),
     ],
 )

@@ -22,7 +22,7 @@ from coterie.build.resources import resolve_config
 from coterie.envs.make import make_spec
 from coterie.remote.rollout_service import VERSION, check_rollout
 from coterie.types import ActionSpec, Array, Spec
-from coterie.wire.codec import Layout, Refused, check_values
+from coterie.wire.codec import FrameLayout, Refused, check_values
 from tests.conftest import IMAGE, VECTOR
 from tests.support.services import PULL, PUSH, UNROLL, WIDTH, Rollout, RolloutServices, recorded, shown
 from tests.support.waiting import wait_until
@@ -126,7 +126,7 @@ def test_each_tensor_of_a_rollout_must_be_the_runs(services: RolloutServices):
     for k, t in enumerate(tensors):
         fewer = t._replace(shape=(*t.shape[:-1], t.shape[-1] - 1))
         for other in ([t._replace(name="x")], [t._replace(dtype="int8")], [fewer], []):
-            layout = Layout([*tensors[:k], *other, *tensors[k + 1 :]])
+            layout = FrameLayout([*tensors[:k], *other, *tensors[k + 1 :]])
             status, why = services.ends(services.hello(layout=layout))
             assert (status, "the run's frames hold" in why) == (StatusCode.INVALID_ARGUMENT, True), why
 

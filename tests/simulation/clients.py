@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
-from coterie.acting import central, central_stream, twin_models
+from coterie.acting import central, central_stream, double_buffer
 from coterie.remote import rollout_service
 from coterie.remote.admission import FIRST_REMOTE_ID
 from coterie.types import CoterieError
@@ -85,7 +85,7 @@ class Clients(Simulation):
         self.learned: dict[int, set[tuple[int, int]]] = {}  # by client's life
         self.lives = 0
         fake = threads(self.scheduler, lambda name, work: self.learner.start(name, work))
-        for module in (central, central_stream, twin_models, rollout_service):
+        for module in (central, central_stream, double_buffer, rollout_service):
             self.patch.setattr(module, "threading", fake)
         for module in (central, central_stream):
             self.patch.setattr(module, "queue", queues(self.scheduler))

@@ -25,7 +25,7 @@ from tests.simulation.threads import threads
 from tests.simulation.wire import Peer
 
 MACHINES = 3
-TIMING = Timing(look=0.2, poll=0.5)
+TIMING = Timing(read_interval=0.2, poll=0.5)
 PATIENCE_S = 400.0  # no machine hangs for as long
 END_S = 300.0  # within which all train together that nothing disturbs any more
 

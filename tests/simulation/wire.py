@@ -12,7 +12,7 @@ from typing import Any
 
 from coterie.types import Array, CoterieError
 from coterie.wire.client import Connection, ConnectionLost
-from coterie.wire.codec import Layout, Refused
+from coterie.wire.codec import FrameLayout, Refused
 from coterie.wire.service import Service, ServiceStream
 from tests.simulation.scheduler import Process, Scheduler
 
@@ -102,7 +102,7 @@ class Line:
 class ClientStream:
     """Stands for `wire.client.Stream`."""
 
-    def __init__(self, client: Peer, learner: Peer | None, service: Service, hello: Any, sends: Layout) -> None:
+    def __init__(self, client: Peer, learner: Peer | None, service: Service, hello: Any, sends: FrameLayout) -> None:
         self.scheduler, self.sends = client.scheduler, sends
         self.scheduler.pause()
         if learner is None or not learner.alive:
@@ -145,7 +145,9 @@ class Link:
     def retry(self, act: Callable[[], Any], check: Callable[[], None]) -> Any:
         return Connection.retry(self, act, check, self.client.scheduler.pause)  # type: ignore[arg-type]
 
-    def stream(self, method: str, sends: Layout, check: Any, *, silence: float = 0.0, **hello: int) -> ClientStream:
+    def stream(
+        self, method: str, sends: FrameLayout, check: Any, *, silence: float = 0.0, **hello: int
+    ) -> ClientStream:
         learner, services = self.learner()
         told = SimpleNamespace(**{"group": 0, **self.hello, **hello}, sends=sends.message())
         return ClientStream(self.client, learner, services[method] if services else None, told, sends)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from coterie.parallel.weights import Weights
 from coterie.remote.admission import FIRST_REMOTE_ID
 from coterie.remote.rollout_service import VERSION, RolloutService
 from coterie.types import AgentOutput, Array, Inputs, Spec
-from coterie.wire.codec import Layout, Newest, layout_from, timestep_layout
+from coterie.wire.codec import FrameLayout, Newest, layout_from, timestep_layout
 from coterie.wire.server import SERVICE, Server
 from coterie.wire.service import Limits
 from tests.conftest import VECTOR, make_config
@@ -96,10 +96,12 @@ class InferenceServices(Services):
         self.central.publish(0)
         self.serve(address, {INFER: EnvHostService(self.central)})
 
-    def layout(self, envs: int) -> Layout:
+    def layout(self, envs: int) -> FrameLayout:
         return timestep_layout(self.spec, envs, self.newest)
 
-    def hello(self, method: str = INFER, *, envs: int = WIDTH, layout: Layout | None = None, **changes: Any) -> bytes:
+    def hello(
+        self, method: str = INFER, *, envs: int = WIDTH, layout: FrameLayout | None = None, **changes: Any
+    ) -> bytes:
         return hello_frame(layout or self.layout(envs or WIDTH), envs=envs, **{"env_id": "CartPole-v1", **changes})
 
     def questions(self, method: str, count: int, envs: int = WIDTH) -> list[bytes]:
@@ -156,7 +158,7 @@ class RolloutServices(Services):
     def pushed(self, arrays: Rollout, number: int = 0) -> bytes:
         return data_frame(number, self.service.reads.pack(arrays))
 
-    def hello(self, method: str = PUSH, *, layout: Layout | None = None, **changes: Any) -> bytes:
+    def hello(self, method: str = PUSH, *, layout: FrameLayout | None = None, **changes: Any) -> bytes:
         sends = self.service.reads if method == PUSH else VERSION
         return hello_frame(layout or sends, **{"env_id": "CartPole-v1", "envs": WIDTH, **changes})
 

@@ -14,12 +14,14 @@ import numpy as np
 
 from coterie.types import Array
 from coterie.wire.client import Stream, open_channel
-from coterie.wire.codec import PROTOCOL, Frame, Layout, Refused, Tensor, layout_from
+from coterie.wire.codec import PROTOCOL, Frame, FrameLayout, Refused, TensorSpec, layout_from
 from coterie.wire.server import SERVICE
 from coterie.wire.service import Answer, ServiceStream
 from coterie.wire.tokens import known_token
 
-LAYOUT = Layout([Tensor("m", "bool", (4,)), Tensor("x", "int64", (3,)), Tensor("y", "float32", (0, 2), "m")])
+LAYOUT = FrameLayout(
+    [TensorSpec("m", "bool", (4,)), TensorSpec("x", "int64", (3,)), TensorSpec("y", "float32", (0, 2), "m")]
+)
 METHOD = f"/{SERVICE}/Infer"
 TOKEN = "a-token-of-enough-characters"
 WAIT_S = 8.0  # for what must happen, on a machine with other work
@@ -29,7 +31,7 @@ def arrays(at: int = 0) -> dict[str, Array]:
     return {"m": np.array([True, False, True, False]), "x": np.arange(at, at + 3), "y": np.full((2, 2), at, np.float32)}
 
 
-def hello_frame(layout: Layout = LAYOUT, **fields: Any) -> bytes:
+def hello_frame(layout: FrameLayout = LAYOUT, **fields: Any) -> bytes:
     hello = {"protocol": PROTOCOL, "client": "test", "run_id": 1, "envs": 1, "sends": layout.message(), **fields}
     return Frame(hello=hello).SerializeToString()
 

@@ -16,7 +16,7 @@ import pytest
 from coterie.parallel.clock import back_off
 from coterie.types import ConfigError, CoterieError
 from coterie.wire.client import Connection, ConnectionLost, Endpoint, ReconnectingStream, RunEnded, Stream, open_channel
-from coterie.wire.codec import Frame, Layout, Refused, Tensor
+from coterie.wire.codec import Frame, FrameLayout, Refused, TensorSpec
 from coterie.wire.service import Limits
 from tests.support.net import free_port
 from tests.support.proxy import Proxy
@@ -158,14 +158,17 @@ def test_a_refusal_is_no_lost_connection(serve: Serve):
         stream.close()
 
 
-def welcome(layout: Layout = LAYOUT) -> bytes:
+def welcome(layout: FrameLayout = LAYOUT) -> bytes:
     return Frame(welcome={"number": 1, "sends": layout.message()}).SerializeToString()
 
 
 BROKEN_ANSWERS = {
     "no welcome": ([Frame(data={"number": 0}).SerializeToString()], "not a welcome"),
     "heartbeats": ([b""] * 3, "ended the stream"),
-    "huge frames": ([welcome(Layout([Tensor("x", "float64", (2**31,) * 4)]))], "the server's frames: frames of up to"),
+    "huge frames": (
+        [welcome(FrameLayout([TensorSpec("x", "float64", (2**31,) * 4)]))],
+        "the server's frames: frames of up to",
+    ),
     "short data": (
         [welcome(), Frame(data={"tensors": b"abc"}).SerializeToString()],
         "the server's frame: a frame of 3",

@@ -10,7 +10,7 @@ import pytest
 from grpc import StatusCode
 
 from coterie.wire.client import ConnectionLost, Stream
-from coterie.wire.codec import Frame, Layout, Tensor
+from coterie.wire.codec import Frame, FrameLayout, TensorSpec
 from coterie.wire.service import Limits
 from tests.support.waiting import wait_until
 from tests.support.wire import (
@@ -42,8 +42,8 @@ def raw_end(served: Served, *frames: bytes) -> tuple[StatusCode, str]:
 REFUSED = {
     "no hello": ([data_frame()], "first frame must be a hello"),
     "another protocol": ([hello_frame(protocol=1)], "protocol 1 is not 2"),
-    "other tensors": ([hello_frame(Layout([Tensor("x", "uint8", (3,))]))], "other tensors"),
-    "huge tensors": ([hello_frame(Layout([Tensor("x", "uint8", (2**31,) * 4)]))], "more than"),
+    "other tensors": ([hello_frame(FrameLayout([TensorSpec("x", "uint8", (3,))]))], "other tensors"),
+    "huge tensors": ([hello_frame(FrameLayout([TensorSpec("x", "uint8", (2**31,) * 4)]))], "more than"),
     "a second hello": ([hello_frame(), hello_frame()], "only data frames may follow"),
     "an over": ([hello_frame(), Frame(over={"reason": "x"}).SerializeToString()], "only data frames may follow"),
     "a replayed frame": ([hello_frame(), data_frame(0), data_frame(0)], "data frame 0 instead of 1"),
@@ -52,7 +52,10 @@ REFUSED = {
     "a mask of other rows": ([hello_frame(), data_frame(0, b"\1\1\1\0" + LAYOUT.pack(arrays())[4:])], "ends within"),
     "random bytes later": ([hello_frame(), data_frame(0), random.Random(0).randbytes(100)], "not a frame"),
     "more than any frame": ([hello_frame(), data_frame(0, bytes(50_000))], "more than 1"),
-    "a hello that is too long": ([hello_frame(Layout([Tensor("n" * 70_000, "bool", (3,))]))], "more than 65536"),
+    "a hello that is too long": (
+        [hello_frame(FrameLayout([TensorSpec("n" * 70_000, "bool", (3,))]))],
+        "more than 65536",
+    ),
 }
 
 
@@ -73,11 +76,11 @@ def test_a_stream_that_breaks_the_protocol_is_refused(serve: Serve, case: str):
 def test_the_reason_of_a_refusal_is_short_and_printable(serve: Serve):
     """A peer may choose the name of a tensor, and what is said of it must fit into a header, and into a log."""
     served = serve()
-    status, details = raw_end(served, hello_frame(Layout([Tensor("\n\u2028" + "n" * 60_000, "O", (3,))])))
+    status, details = raw_end(served, hello_frame(FrameLayout([TensorSpec("\n\u2028" + "n" * 60_000, "O", (3,))])))
     assert status == StatusCode.INVALID_ARGUMENT
     assert details.startswith("'\\n")
     assert len(served.lines[0]) < 1000
-    names = Layout([Tensor("a\nrefused nobody\x1b[2J", "bool", (3,)), Tensor("b\u2028", "bool", (3,))])
+    names = FrameLayout([TensorSpec("a\nrefused nobody\x1b[2J", "bool", (3,)), TensorSpec("b\u2028", "bool", (3,))])
     _, details = raw_end(served, hello_frame(names))
     assert details == "other tensors: a?refused nobody?[2J, b?"
 

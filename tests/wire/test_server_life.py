@@ -17,7 +17,7 @@ from grpc import StatusCode
 
 from coterie.types import ConfigError, CoterieError
 from coterie.wire.client import ConnectionLost, RunEnded, Stream
-from coterie.wire.codec import Layout, Tensor
+from coterie.wire.codec import FrameLayout, TensorSpec
 from coterie.wire.keys import make_keys
 from coterie.wire.server import Server, server_credentials
 from coterie.wire.service import Limits
@@ -89,7 +89,7 @@ def test_clients_receive_the_end_of_the_run(serve: Serve):
 
 def test_a_server_closes_although_a_client_does_not_read(serve: Serve):
     """A client that reads nothing: what the server writes is stuck on the way."""
-    wide = Layout([Tensor("x", "uint8", (1 << 20,))])
+    wide = FrameLayout([TensorSpec("x", "uint8", (1 << 20,))])
     served = serve()
     with Http2(served.address) as peer:  # takes in 64 KiB, and never asks for more
         served.service.late = True

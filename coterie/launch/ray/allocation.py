@@ -91,7 +91,8 @@ RunPart = Site | Worker
 
 def acts_elsewhere(config: Config) -> bool:
     """Whether machines without a learner can step envs: in lockstep, and with several tasks, all is at the site."""
-    return acting_kind(config).apart and not acting_kind(config).lockstep(config) and len(tasks(config.env.id)) == 1
+    kind = acting_kind(config)
+    return kind.has_children and not kind.lockstep(config) and len(tasks(config.env.id)) == 1
 
 
 def allocate(config: Config, machines: list[Machine], sites: int = 0) -> Allocation:
@@ -168,7 +169,7 @@ def _learners(config: Config, room: list[int], gpus: bool) -> int:
     if config.exchange != "auto" and exchange_kind(config).one_learner:
         return 1
     machines = room if _spreads(config) else room[:1]
-    return len(machines) if acting_kind(config).apart and not gpus else max(1, sum(machines))
+    return len(machines) if acting_kind(config).has_children and not gpus else max(1, sum(machines))
 
 
 def _actors(config: Config, learners: int, free: int) -> int:

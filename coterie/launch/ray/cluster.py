@@ -124,7 +124,7 @@ def budgets(config: Config) -> dict[type[RunPart], RestartBudget]:
     return {Site: RestartBudget("restarts", config.restarts), Worker: workers}
 
 
-class Board:
+class RayBoard:
     """An actor beside the process that started the run. All nodes report to it."""
 
     def __init__(self, allocation: Allocation, hosts: Collection[str]) -> None:

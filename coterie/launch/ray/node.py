@@ -25,7 +25,7 @@ from coterie.parallel.clock import awake
 from coterie.parallel.processes import scratch_folder
 from coterie.runs import checkpoint
 from coterie.runs.config_io import to_dict
-from coterie.runs.page import PAGE_ID, PAGE_NAME
+from coterie.runs.wandb_run import PAGE_ID, PAGE_NAME
 from coterie.types import EXIT_INTERRUPTED, CoterieError, first_line
 from coterie.wire.keys import CERT, token_file
 

@@ -18,7 +18,7 @@ from coterie import __version__
 from coterie.build.warm_start import source_of
 from coterie.config import Config
 from coterie.launch.ray.allocation import Allocation, RunPart, Site, Worker, allocate, targets
-from coterie.launch.ray.cluster import Board, Cluster
+from coterie.launch.ray.cluster import Cluster, RayBoard
 from coterie.launch.ray.lease import LeaseLost
 from coterie.launch.ray.mirror import ENDED_S, STORED_S, site_url
 from coterie.launch.ray.node import Node, Outcome
@@ -159,7 +159,7 @@ class RayRun:
             self.say(line)
         storage.push("config.json", *([SIGNATURE] if (folder / SIGNATURE).exists() else []))
         here, hosts = cluster.machines[0], {m.address for m in cluster.machines}
-        self.board = cluster.start(Board, (allocation, hosts), here, cpus=0)
+        self.board = cluster.start(RayBoard, (allocation, hosts), here, cpus=0)
         self.pending: dict[Any, RunPart] = {}  # parts by the calls that end with them
         self.codes: dict[str, int] = {}
         self.silent: dict[str, float] = {}  # for how many seconds each part has not reported

@@ -50,7 +50,7 @@ def bench(asked: Config, seconds: float) -> dict[str, Any]:
     check(config, make_spec(config.env, config.atari))
     if len(tasks(config.env.id)) > 1:
         raise ConfigError("env.id: bench measures one task at a time")
-    if config.learners == 1 and not acting_kind(config).apart:
+    if config.learners == 1 and not acting_kind(config).has_children:
         found = [_measure(LearnerProcess(config), seconds)]
     else:
         found = _measure_children(config, seconds)

@@ -118,7 +118,7 @@ class Training:
         """Env steps/s."""
         learner = self.learner
         # Actors that have waited for nothing run ahead of a learner that begins to train.
-        lead = _LEAD if learn and acting_kind(learner.config).apart else 0
+        lead = _LEAD if learn and acting_kind(learner.config).has_children else 0
         self.now = Turn(seconds, max(self.now.ahead, lead), self.burst)
         if learn:
             learner.exchange.agree(False, False)

@@ -17,7 +17,7 @@ from coterie.tools.plan.learners import Acted, SimLearner
 
 
 @dataclass(frozen=True)
-class Place:
+class ProducerLocation:
     """Where a producer works: its machine's cores, and the links to its learner if that is on another machine."""
 
     cores: Cores
@@ -30,7 +30,7 @@ class SimActing(ABC):
 
     answering = 0.0  # seconds of an inference thread
 
-    def __init__(self, learner: SimLearner, places: list[Place], rng: np.random.Generator) -> None:
+    def __init__(self, learner: SimLearner, places: list[ProducerLocation], rng: np.random.Generator) -> None:
         self.learner, self.services, self.rng = learner, learner.shared.services, rng
         self.sim, self.layout, self.costs = learner.sim, learner.layout, self.services.costs
         self.finished = simpy.Store(self.sim)  # rollouts that the learner can take
@@ -43,7 +43,7 @@ class SimActing(ABC):
     def learn(self) -> Process:
         """The learner's thread, which runs before the producers'."""
 
-    def start(self, place: Place) -> None:
+    def start(self, place: ProducerLocation) -> None:
         """Start a producer."""
 
     def take(self, count: int) -> Process:
@@ -67,7 +67,7 @@ class SimActing(ABC):
             heapq.heapreplace(loads, loads[0] + seconds)
         return self.sim.all_of([cores.work(x, "env") for x in loads])
 
-    def send(self, place: Place, envs: float, size: float) -> Process:
+    def send(self, place: ProducerLocation, envs: float, size: float) -> Process:
         """A message from a producer: both ends spend time on it; the learner handles messages one at a time."""
         half = self.costs.wire(envs) / 2
         yield place.cores.work(half, "wire")
@@ -121,10 +121,10 @@ class SimDecoupled(SimActing):
             yield from learner.train(batch)
             yield self.slots.put(size)
 
-    def start(self, place: Place) -> None:
+    def start(self, place: ProducerLocation) -> None:
         self.sim.process(self._act(place, place.up, place.down))
 
-    def _act(self, place: Place, up: Link | None, down: Link | None) -> Process:
+    def _act(self, place: ProducerLocation, up: Link | None, down: Link | None) -> Process:
         """An actor: an unroll is the work of its one core. On the learner's machine it first waits for a slot;
         elsewhere it acts into its own memory, sends the rollout, and waits until a slot has taken it.
         """
@@ -175,11 +175,11 @@ class SimCentral(SimActing):
             self.columns -= lay.batch
             learner.news.ring()
 
-    def start(self, place: Place) -> None:
+    def start(self, place: ProducerLocation) -> None:
         for _ in range(self.layout.groups):
             self.sim.process(self._collect(place))
 
-    def _collect(self, place: Place) -> Process:
+    def _collect(self, place: ProducerLocation) -> Process:
         """One group of an env host."""
         learner, lay = self.learner, self.layout
         width, rollouts = lay.width // lay.groups, 0

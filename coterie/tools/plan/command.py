@@ -22,7 +22,7 @@ from coterie.tools.plan.layout import Hardware, layout
 from coterie.tools.plan.measure import measure, provenance
 from coterie.tools.plan.search import cheapest
 from coterie.tools.plan.services import Services, load, save
-from coterie.tools.plan.simulate import Result, is_simulated, simulate
+from coterie.tools.plan.simulate import Prediction, is_simulated, simulate
 from coterie.types import ConfigError, CoterieError, Spec, counted
 
 _SILENCE_S = 5.0
@@ -82,7 +82,7 @@ def _hardware(asked: argparse.Namespace) -> Hardware:
 def _predict(config: Config, spec: Spec, services: Services, hardware: Hardware, _: None) -> tuple[dict[str, Any], str]:
     several = config.learners if isinstance(config.learners, int) and config.learners > 1 else 0
     learners = several or max(2, hardware.machines * (hardware.gpus or hardware.cores))
-    found: list[Result] = []
+    found: list[Prediction] = []
     refused: dict[str, str] = {}
     began = time.monotonic()
     for acting, exchange in product(ACTING, EXCHANGES):
@@ -132,7 +132,7 @@ def _about(config: Config, services: Services, h: Hardware) -> str:
     )
 
 
-def table(found: list[Result]) -> str:
+def table(found: list[Prediction]) -> str:
     """A line for each layout."""
     names = ("learners", "actors", "envs", "frames/s", "lag (max)", "cores", "gpus", "hosts", "net", "$/1e9")
     lines = [_TABLE.format("acting", "exchange", *names, "bottleneck")]

@@ -15,7 +15,7 @@ from coterie.build.resources import resolve_config, resolve_resources
 from coterie.config import Config, ResolvedConfig
 from coterie.envs.tasks import envs_per_child, tasks
 from coterie.exchange.table import EXCHANGES
-from coterie.parallel.hardware import place
+from coterie.parallel.hardware import assign_cores
 from coterie.runs.config_io import replace as changed
 from coterie.types import ConfigError, Spec
 
@@ -74,7 +74,7 @@ class RunLayout:
 
     @property
     def hosts(self) -> int:
-        return self.hardware.hosts if self.kind.apart else 0
+        return self.hardware.hosts if self.kind.has_children else 0
 
     @property
     def envs(self) -> int:
@@ -107,14 +107,14 @@ def layout(config: Config, spec: Spec, hardware: Hardware, acting: str, exchange
         raise ConfigError(f"machines: {learners} learners cannot be shared out evenly among {h.machines} machines")
     everywhere, learners = learners, learners // h.machines  # of one machine from here on
     cell = _cell(config, acting, exchange, learners)
-    apart = h.hosts if kind.apart else 0
+    hosts = h.hosts if kind.has_children else 0
     # A host has the actors and simulators that a learner on its own would have there.
-    one, cores = (replace(cell, learners=1, exchange="solo"), h.host_cores) if apart else (cell, h.cores)
+    one, cores = (replace(cell, learners=1, exchange="solo"), h.host_cores) if hosts else (cell, h.cores)
     whole = resolve_config(one, cores)
-    actors = whole.actors * max(1, apart)
-    if apart and config.acting == acting and isinstance(config.actors, int):
+    actors = whole.actors * max(1, hosts)
+    if hosts and config.acting == acting and isinstance(config.actors, int):
         actors = config.actors
-    served = everywhere if apart else learners  # by those actors
+    served = everywhere if hosts else learners  # by those actors
     if actors % served:
         raise ConfigError(f"hosts: {actors} actors or hosts cannot be shared out evenly among {served} learners")
     producers = actors // served
@@ -122,12 +122,12 @@ def layout(config: Config, spec: Spec, hardware: Hardware, acting: str, exchange
     env = replace(cell.env, num_envs=width * max(1, producers))
     own = replace(whole, learners=learners, exchange=exchange, actors=producers * learners, env=env)
     batch = kind.batch_size(own)
-    _check(own, spec, h.machines, apart > 0)
+    _check(own, spec, h.machines, hosts > 0)
     gpu = h.gpus > 0 and exchange_kind.on_gpu
-    place_cores = len(place(learners, range(h.cores), h.gpus if gpu else 0)[0].cores)
+    place_cores = len(assign_cores(learners, range(h.cores), h.gpus if gpu else 0)[0].cores)
     mine = resolve_resources(replace(own, device="cpu"), spec, cores=place_cores)
-    if kind.apart:  # an actor has one core; a host has all
-        acts_on = 1 if kind.own_policy else h.host_cores if apart else place_cores
+    if kind.has_children:  # an actor has one core; a host has all
+        acts_on = 1 if kind.own_policy else h.host_cores if hosts else place_cores
         narrow = replace(own, env=replace(own.env, num_envs=width), device="cpu")
         groups = resolve_resources(narrow, spec, cores=acts_on).groups
         threads = own.env.threads or (acts_on * groups if kind.hosted else 1)
@@ -136,7 +136,7 @@ def layout(config: Config, spec: Spec, hardware: Hardware, acting: str, exchange
         threads = own.env.threads or (place_cores - 1 if gpu and place_cores > 1 else place_cores)
     unroll = algorithm_class(own).unroll_length(own)
     steps, samples = algorithm_class(own).updates(own, batch, unroll)
-    section, lockstep = kind.section(own), kind.apart and kind.lockstep(own)
+    section, lockstep = kind.section(own), kind.has_children and kind.lockstep(own)
     waiting = 2 + (0 if section is None else section.queue)
     batches = batches_of(own, math.ceil(steps)) if kind.own_policy else 1 if lockstep else waiting
     trainers = 1 if gpu else mine.torch_threads
@@ -166,7 +166,7 @@ def _cell(config: Config, acting: str, exchange: str, learners: int) -> Config:
     held = config.acting == acting and was is not None and was.lockstep
     lockstep = held or not algorithm_class(config).corrects(config)
     batch = 0 if lockstep else batch
-    actors = config.actors if config.acting == acting and kind.apart else "auto"
+    actors = config.actors if config.acting == acting and kind.has_children else "auto"
     if EXCHANGES[exchange].one_learner and actors != "auto" and config.learners != "auto":
         actors = max(1, actors // config.learners)
     overrides = {"acting": acting, "exchange": exchange, "learners": learners, "actors": actors}

@@ -13,7 +13,7 @@ from coterie.config import Config
 from coterie.exchange.table import EXCHANGES
 from coterie.tools.plan.layout import Hardware, RunLayout, layout
 from coterie.tools.plan.services import Services
-from coterie.tools.plan.simulate import Result, is_simulated, simulate
+from coterie.tools.plan.simulate import Prediction, is_simulated, simulate
 from coterie.types import ConfigError, CoterieError, Spec
 
 _NOISE = 1.05  # a simulation's rate over a ceiling of mean times
@@ -43,7 +43,7 @@ def candidates(config: Config, spec: Spec, most: Hardware) -> Iterator[RunLayout
         hardware = replace(most, cores=cores, gpus=gpus, hosts=hosts, machines=machines)
         for each, acting, exchange in product(_doubling(max(cores, gpus)), ACTING, EXCHANGES):
             learners = each * machines
-            fits = EXCHANGES[exchange].one_learner == (learners == 1) and (not hosts or ACTING[acting].apart)
+            fits = EXCHANGES[exchange].one_learner == (learners == 1) and (not hosts or ACTING[acting].has_children)
             if fits and is_simulated(acting, exchange):
                 with suppress(ConfigError):
                     yield layout(config, spec, hardware, acting, exchange, learners)
@@ -51,13 +51,13 @@ def candidates(config: Config, spec: Spec, most: Hardware) -> Iterator[RunLayout
 
 def cheapest(
     config: Config, spec: Spec, services: Services, most: Hardware, target: float, seed: int = 0
-) -> tuple[Result | None, Result | None]:
+) -> tuple[Prediction | None, Prediction | None]:
     """The layout that reaches `target` frames/s for the fewest dollars per hour, the fastest of several; or None, and
     the fastest result of any acting mode x exchange, each in its layout with the highest ceiling.
     """
     found = sorted(candidates(config, spec, most), key=lambda x: x.dollars_per_hour)
     for _, same in groupby(found, key=lambda x: x.dollars_per_hour):
-        best: Result | None = None
+        best: Prediction | None = None
         for one in same:
             if ceiling(one, services) * services.action_repeat * _NOISE < max(target, best.frames_per_s if best else 0):
                 continue
@@ -66,7 +66,7 @@ def cheapest(
                 best = result if best is None else max(best, result, key=lambda x: x.frames_per_s)
         if best is not None and best.frames_per_s >= target:
             return best, None
-    rated: dict[str, Result] = {}
+    rated: dict[str, Prediction] = {}
     # Many have the same ceiling: the most learners first, then the most hardware.
     for one in sorted(found, key=lambda x: (-ceiling(x, services), -x.learners, -x.dollars_per_hour)):
         if one.name not in rated:

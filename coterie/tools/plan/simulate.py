@@ -17,7 +17,7 @@ import simpy
 from coterie.acting.table import ACTING
 from coterie.exchange.table import EXCHANGES
 from coterie.plugins import named
-from coterie.tools.plan.acting import Place, SimActing
+from coterie.tools.plan.acting import ProducerLocation, SimActing
 from coterie.tools.plan.des import Cores
 from coterie.tools.plan.layout import RunLayout
 from coterie.tools.plan.learners import Shared, SimLearner
@@ -29,7 +29,7 @@ _SATURATED = 0.95  # share of a part's time from which it is the bottleneck
 
 
 @dataclass(frozen=True)
-class Result:
+class Prediction:
     """The prediction for a layout."""
 
     layout: RunLayout
@@ -66,10 +66,10 @@ class World(Shared):
         make = named("acting", layout.kind.simulation)
         for learner in self.learners:
             machine = learner.machine
-            places = [Place(machine.cores)] * max(1, layout.producers)
+            places = [ProducerLocation(machine.cores)] * max(1, layout.producers)
             if hosts:
                 numbers = [(k * layout.learners + learner.rank) % layout.hosts for k in range(layout.producers)]
-                places = [Place(hosts[i], machine.inward, machine.outward) for i in numbers]
+                places = [ProducerLocation(hosts[i], machine.inward, machine.outward) for i in numbers]
             self.acting.append(make(learner, places, rng))
 
     def run(self, rollouts: int) -> None:
@@ -124,7 +124,7 @@ def is_simulated(acting: str, exchange: str) -> bool:
     return bool(ACTING[acting].simulation and EXCHANGES[exchange].simulation)
 
 
-def simulate(layout: RunLayout, services: Services, seed: int = 0) -> Result:
+def simulate(layout: RunLayout, services: Services, seed: int = 0) -> Prediction:
     """Rates, lag and shares over about 1200 rows of each env, or fewer in large layouts, after the layout's whole
     memory has been used once.
     """
@@ -147,7 +147,7 @@ def simulate(layout: RunLayout, services: Services, seed: int = 0) -> Result:
     frames = rate * services.action_repeat
     busy, parts = world.shares()
     learners = world.learners
-    return Result(
+    return Prediction(
         layout=layout,
         env_steps_per_s=rate,
         frames_per_s=frames,

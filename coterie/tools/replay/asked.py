@@ -66,8 +66,8 @@ class ReplayRequest:
                 raise ConfigError(f"--edit: {name} has no effect: a run of {config.algorithm} does not use {section}")
             if self.since is not None and not any(name == known or name.startswith(f"{known}.") for known in SWITCHED):
                 raise ConfigError(f"--edit: {name} is read as a life begins, and not after --from {self.since}")
-        apart = config.learners > 1 and not exchange_kind(config).in_lockstep
-        if self.edits and self.since is not None and apart:
+        independent = config.learners > 1 and not exchange_kind(config).in_lockstep
+        if self.edits and self.since is not None and independent:
             needs = "one learner, or learners that make their steps together"
             raise ConfigError(f"--edit: with --from STEP it needs {needs}")
 

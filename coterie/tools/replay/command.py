@@ -29,7 +29,7 @@ from coterie.runs.trust import open_run
 from coterie.runs.validate import validate
 from coterie.tools.replay.asked import ReplayRequest, Together, no_step
 from coterie.tools.replay.compare import machine_differences
-from coterie.tools.replay.engine import Place, Replay, Result, explain
+from coterie.tools.replay.engine import LearnerStep, Replay, ReplayResult, explain
 from coterie.tools.replay.moment import Moment, StepBreakpoint, debug
 from coterie.types import ConfigError, CoterieError, counted
 
@@ -37,7 +37,7 @@ from coterie.types import ConfigError, CoterieError, counted
 def replay(options: Namespace) -> int:
     folder = Path(options.run)
     config = open_run(folder, trust=options.trust)
-    begin, found = time.monotonic(), list[Result]()
+    begin, found = time.monotonic(), list[ReplayResult]()
     edits = read_options([f"--{edit}" for edit in options.edit])
     at, call = options.break_at, debug
     if options.export_step is not None:
@@ -64,7 +64,7 @@ def replay(options: Namespace) -> int:
     return int(any(result.difference for result in found))
 
 
-def replay_run(folder: Path, asked: Config, what: ReplayRequest, say: Callable[[str], None]) -> Iterator[Result]:
+def replay_run(folder: Path, asked: Config, what: ReplayRequest, say: Callable[[str], None]) -> Iterator[ReplayResult]:
     """Replay the lives of a run's learners, up to those of which one differs. Raises `ConfigError` where it cannot be
     done, and `CoterieError` where the first state of `origin` is gone. `say`: takes lines about the machine.
     """
@@ -91,7 +91,7 @@ def replay_run(folder: Path, asked: Config, what: ReplayRequest, say: Callable[[
         results = one.run()
         if any(result.odd is not None for result in results):
             say("note: a second replay looks for the cause")
-            again = list[Result]()
+            again = list[ReplayResult]()
             with suppress(CoterieError):  # an env that is not deterministic may also fail
                 again = Replay(config, each, states.begin, what.until, snapshots=states.known).run()
             for result in results:
@@ -117,8 +117,8 @@ class States:
     config: ResolvedConfig
     groups: Sequence[Together]
     origin: str  # as asked
-    wanted: set[Place] = field(default_factory=set)
-    known: dict[Place, list[Tensors]] = field(default_factory=dict)
+    wanted: set[LearnerStep] = field(default_factory=set)
+    known: dict[LearnerStep, list[Tensors]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         everything = [life for group in self.groups for each in group.values() for life in each]
@@ -160,7 +160,7 @@ class States:
         return {**older, "model": dict(model.state_dict())}
 
 
-def _shown(result: Result) -> str:
+def _shown(result: ReplayResult) -> str:
     header = result.life.header
     name = f"learner {header['learner']}, life {header['life']}"
     if result.difference:

@@ -31,12 +31,12 @@ from coterie.tools.replay.compare import Comparison, Differs, DivergentRollout, 
 from coterie.types import ConfigError, CoterieError, Rollout, one_line
 
 Observers = Callable[[LearnerProcess], Sequence[Observer]]
-Place = tuple[int, int]  # a learner and its learner step
+LearnerStep = tuple[int, int]  # a learner and its learner step
 EDITABLE = ("algo", "ppo", "vtrace", "q", "r2d2", "sac", "optim", "reward")  # sections of the config
 
 
 @dataclass
-class Result:
+class ReplayResult:
     """What came of a life's replay."""
 
     life: RecordedLife
@@ -67,18 +67,18 @@ class Replay:
     edited: ResolvedConfig | None = None  # other settings, with which nothing is compared
     since: int = 0  # the learner step from which on those hold
     observers: Observers = lambda learner: ()
-    wanted: set[Place] = field(default_factory=set)  # where to take a snapshot of a learner's state
-    snapshots: dict[Place, list[Tensors]] = field(default_factory=dict)
-    results: list[Result] = field(default_factory=list)
+    wanted: set[LearnerStep] = field(default_factory=set)  # where to take a snapshot of a learner's state
+    snapshots: dict[LearnerStep, list[Tensors]] = field(default_factory=dict)
+    results: list[ReplayResult] = field(default_factory=list)
 
-    def run(self) -> list[Result]:
+    def run(self) -> list[ReplayResult]:
         """Raises what is not Coterie's error."""
         everything = [life for each in self.lives.values() for life in each]
         kind = exchange_kind(self.config)
         self._board = Board(self.config.learners)
         self._mixing = kind.mixing(self.config, self.config.learners)
-        self._shared = named("replay", kind.replayed)(everything) if kind.replayed else None
-        self._apart = not kind.in_lockstep
+        self._shared = named("replay", kind.shared_in_replay)(everything) if kind.shared_in_replay else None
+        self._independent = not kind.in_lockstep
         self._short = set(self.lives)  # learners that have not come to `until`
         bugs = list[BaseException]()
 
@@ -109,7 +109,7 @@ class Replay:
 
     def _live(self, life: RecordedLife) -> bool:
         """Whether the life was as recorded, as far as it could be compared."""
-        result, comparison, rank = Result(life), Comparison(life), life.header["learner"]
+        result, comparison, rank = ReplayResult(life), Comparison(life), life.header["learner"]
         if rank in self._short:
             self.results.append(result)
         else:  # it goes on for the others, which take its messages
@@ -137,7 +137,7 @@ class Replay:
         result.unseen = max(0, result.steps - comparison.steps)
         return not result.difference
 
-    def _train(self, life: RecordedLife, comparison: Comparison, result: Result, tensors: Tensors | None) -> None:
+    def _train(self, life: RecordedLife, comparison: Comparison, result: ReplayResult, tensors: Tensors | None) -> None:
         header, rank = life.header, life.header["learner"]
         left, counts = len(life.of("rollout")), header["counts"]
         edited = None if self.edited is None else as_recorded(self.edited, header)
@@ -146,7 +146,7 @@ class Replay:
         else:
             config = as_recorded(self.config, header)
         context = ProcessContext(
-            rank=rank, board=self._board, mixing=self._mixing, recorded_life=life, replayed=self._shared,
+            rank=rank, board=self._board, mixing=self._mixing, recorded_life=life, shared_in_replay=self._shared,
             note=comparison.note if result.compared else unrecorded,
         )  # fmt: skip
         learner = LearnerProcess(config, header["life"], context)
@@ -157,7 +157,7 @@ class Replay:
                 if not known or digest_of_state(now) != digest_of_state(known[-1]):
                     known.append(copied(now))
 
-        def look() -> None:
+        def check_progress() -> None:
             nonlocal edited
             steps = learner.progress.learner_steps
             ends = self.until is not None and steps >= self.until
@@ -177,8 +177,8 @@ class Replay:
             left -= 1
             if rank in self._short:
                 result.returns.extend(score for score, *_ in rollout.episodes)
-            look()
-            return left == 0 or not self._short or not (self._apart or rank in self._short)
+            check_progress()
+            return left == 0 or not self._short or not (self._independent or rank in self._short)
 
         if (before := getattr(self._shared, "before", None)) is not None:
             before[rank] = keep  # a learner saves what it has when it loses another one in a sum
@@ -190,13 +190,13 @@ class Replay:
                 for rng, state in zip(learner.rngs, header["rng"], strict=True):
                     rng.set_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8))
             learner.start(counts, header["env_steps"])
-            look()
+            check_progress()
             learner.observers[:0] = [comparison, *self.observers(learner)]
             if left and self._short:
                 learner.run(after_rollout)
 
 
-def explain(result: Result, again: Sequence[Result]) -> None:
+def explain(result: ReplayResult, again: Sequence[ReplayResult]) -> None:
     """Add to a difference what a second replay tells about its cause."""
     if (odd := result.odd) is None:
         return
@@ -212,7 +212,7 @@ def as_recorded(config: ResolvedConfig, header: dict[str, Any]) -> ResolvedConfi
     sections = {name: copy(getattr(config, name)) for name in EDITABLE}
     sections["optim"] = replace(config.optim, chunk=header["chunk"])
     names, begins = ["steps", "torch_threads", "precision", "device"], header.get("init_from", "")
-    if not acting_kind(config).apart:  # it steps its envs itself, and each group has random numbers of its own
+    if not acting_kind(config).has_children:  # it steps its envs itself, and each group has random numbers of its own
         sections["env"] = replace(config.env, groups=header["groups"])
     return replace(config, init_from=begins, **sections, **{name: header[name] for name in names})
 

@@ -17,7 +17,7 @@ from coterie.tools.report.page import Page, Section
 from coterie.tools.report.runs import Method
 from coterie.tools.report.tables import Table, checklist, outcomes
 from coterie.tools.reproduce.drawings import Drawing, named
-from coterie.tools.reproduce.figure import FIGURES, Figure, Result, Size
+from coterie.tools.reproduce.figure import FIGURES, ArmResult, Figure, Size
 from coterie.tools.reproduce.runs import estimate, evaluate, gather, planned, sized
 from coterie.tools.reproduce.special import draw
 from coterie.tools.reproduce.verdict import decide
@@ -111,7 +111,7 @@ def _reproduce(order: Order, at_once: int, dry: bool, refuse: Refuse) -> int:
     return code
 
 
-def _write(order: Order, results: Sequence[Result], missing: Sequence[str]) -> list[Path]:
+def _write(order: Order, results: Sequence[ArmResult], missing: Sequence[str]) -> list[Path]:
     """The page, its pictures, its numbers, its tables."""
     figure, size, folder = order.figure, order.size, order.folder
     drawn = draw(figure, results, size)

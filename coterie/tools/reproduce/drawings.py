@@ -14,7 +14,7 @@ from coterie.tools.report.runs import Method, RecordedRun
 from coterie.tools.report.sections import returns
 from coterie.tools.report.stats import band
 from coterie.tools.report.tables import Table, final_return, number
-from coterie.tools.reproduce.figure import Arm, Figure, Result, Size
+from coterie.tools.reproduce.figure import Arm, ArmResult, Figure, Size
 from coterie.tools.reproduce.measures import MEASURES, Measure, average, order, spread
 
 
@@ -29,17 +29,17 @@ def named(arm: Arm) -> str:
     return f"{arm.label}, {arm.x:g}" if math.isfinite(arm.x) else arm.label
 
 
-def all_envs(results: Sequence[Result]) -> list[str]:
+def all_envs(results: Sequence[ArmResult]) -> list[str]:
     return list(dict.fromkeys(env for result in results for env in result.envs))
 
 
-def panels(results: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
+def panels(results: Sequence[ArmResult]) -> Iterator[tuple[str, list[ArmResult]]]:
     """The results by panel, each with what its titles begin with."""
     for panel in dict.fromkeys(result.arm.panel for result in results):
         yield f"{panel}: " if panel else "", [result for result in results if result.arm.panel == panel]
 
 
-def curves(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
+def curves(figure: Figure, results: Sequence[ArmResult], size: Size) -> Drawing:
     """Returns per env step, second and kilojoule; a chart for each panel and env."""
     charts = []
     for title, members in panels(results):
@@ -47,7 +47,7 @@ def curves(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
     return Drawing(charts, [table(figure, results, MEASURES["return"])])
 
 
-def best_three(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
+def best_three(figure: Figure, results: Sequence[ArmResult], size: Size) -> Drawing:
     """Returns of the three best runs of each method, as in GALA's figures 1b, 1d and 1f."""
     best = [
         Method(result.arm.label, sorted(result.of(env), key=order)[-3:]) for result in results for env in result.envs
@@ -55,7 +55,7 @@ def best_three(figure: Figure, results: Sequence[Result], size: Size) -> Drawing
     return Drawing(returns(best, "best 3 runs, "))
 
 
-def swept(figure: Figure, results: Sequence[Result], measure: Measure) -> Drawing:
+def swept(figure: Figure, results: Sequence[ArmResult], measure: Measure) -> Drawing:
     """A measure along what is swept: a chart for each panel and env, a line for each label."""
     charts = []
     for title, members in panels(results):
@@ -76,7 +76,7 @@ def swept(figure: Figure, results: Sequence[Result], measure: Measure) -> Drawin
     return Drawing(charts, [table(figure, results, measure)])
 
 
-def bars(figure: Figure, results: Sequence[Result], measure: Measure) -> Drawing:
+def bars(figure: Figure, results: Sequence[ArmResult], measure: Measure) -> Drawing:
     """A measure of each arm over all its envs and seeds."""
     rows = [(r.arm.label, average(v), min(v), max(v)) for r in results if (v := _finite(measure, r.runs))]
     text = "Bars: the slowest and the fastest run."
@@ -88,7 +88,7 @@ def _finite(measure: Measure, runs: Sequence[RecordedRun]) -> list[float]:
     return [value for run in runs if math.isfinite(value := measure.of(run))]
 
 
-def table(figure: Figure, results: Sequence[Result], measure: Measure) -> Table:
+def table(figure: Figure, results: Sequence[ArmResult], measure: Measure) -> Table:
     """A measure of each arm on each env, beside the paper's value if it states one."""
     shown = {
         "panel": any(r.arm.panel for r in results),
@@ -106,7 +106,7 @@ def table(figure: Figure, results: Sequence[Result], measure: Measure) -> Table:
     return Table(measure.what.capitalize(), head, rows, text)
 
 
-def human(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
+def human(figure: Figure, results: Sequence[ArmResult], size: Size) -> Drawing:
     """Mean and median human-normalized final score of each arm over its envs, where all of them are Atari games."""
     rows = []
     for result in results:
@@ -119,7 +119,7 @@ def human(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
     return Drawing((), [Table("Mean / median human-normalized score (0 random, 1 human)", head, rows)])
 
 
-def energy(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
+def energy(figure: Figure, results: Sequence[ArmResult], size: Size) -> Drawing:
     """Why there is no energy, where there is none."""
     reasons = {str((run.summary.get("energy") or {}).get("reason", "")) for r in results for run in r.runs} - {""}
     return Drawing((), [Table("Energy is not readable here", ["reason"], [[reason] for reason in sorted(reasons)])])

@@ -68,7 +68,7 @@ class Arm:
 
 
 @dataclass
-class Result:
+class ArmResult:
     """An arm's runs (by env, then seed), its commands' JSON reports, and greedy evaluations by env."""
 
     arm: Arm

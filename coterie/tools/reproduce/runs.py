@@ -13,7 +13,7 @@ from pathlib import Path
 from coterie.runs import checkpoint
 from coterie.runs.metrics import file_name
 from coterie.tools.report.runs import read_run
-from coterie.tools.reproduce.figure import Arm, Figure, Result, Size
+from coterie.tools.reproduce.figure import Arm, ArmResult, Figure, Size
 from coterie.tools.reproduce.measures import begins, order, rate
 from coterie.tools.sweep import Job, run_jobs
 from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
@@ -48,10 +48,10 @@ def planned(figure: Figure, size: Size, budget: str, folder: Path) -> list[Plann
     return found
 
 
-def gather(plans: Sequence[Planned]) -> tuple[list[Result], list[str]]:
+def gather(plans: Sequence[Planned]) -> tuple[list[ArmResult], list[str]]:
     """The results of each arm, and the names of missing ones."""
     missing = []
-    results = {id(plan.arm): Result(plan.arm) for plan in plans}
+    results = {id(plan.arm): ArmResult(plan.arm) for plan in plans}
     for plan in plans:
         result = results[id(plan.arm)]
         if plan.job.verb == "train" and _exists(plan.job):
@@ -63,7 +63,7 @@ def gather(plans: Sequence[Planned]) -> tuple[list[Result], list[str]]:
     return list(results.values()), missing
 
 
-def evaluate(figure: Figure, results: Sequence[Result]) -> int:
+def evaluate(figure: Figure, results: Sequence[ArmResult]) -> int:
     """Greedy episodes of each arm's best seed on each env, where the figure asks for them. Returns the exit code."""
     jobs = {}
     for result in results:

@@ -15,11 +15,11 @@ from coterie.tools.report.sections import AXES, consensus_chart, cosine_chart
 from coterie.tools.report.stats import on_grid
 from coterie.tools.report.tables import Table, final_return, number
 from coterie.tools.reproduce.drawings import Drawing, all_envs, bars, best_three, curves, energy, human, swept, table
-from coterie.tools.reproduce.figure import Figure, Result, Size
+from coterie.tools.reproduce.figure import ArmResult, Figure, Size
 from coterie.tools.reproduce.measures import MEASURES, Measure, average, rate, spread
 
 
-def convergence(results: Sequence[Result]) -> tuple[Measure, dict[str, float]]:
+def convergence(results: Sequence[ArmResult]) -> tuple[Measure, dict[str, float]]:
     """100 for a run whose final return is over half of the nominal score, else 0; and the nominal score of each env:
     what A2C reaches with the fewest simulators.
     """
@@ -35,7 +35,7 @@ def convergence(results: Sequence[Result]) -> tuple[Measure, dict[str, float]]:
     return Measure(of, "convergent runs", "convergent runs, %"), nominal
 
 
-def convergent(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
+def convergent(figure: Figure, results: Sequence[ArmResult], size: Size) -> Drawing:
     """GALA 1a: the share of runs that converge."""
     measure, nominal = convergence(results)
     drawn = swept(figure, results, measure)
@@ -44,19 +44,19 @@ def convergent(figure: Figure, results: Sequence[Result], size: Size) -> Drawing
     return Drawing(drawn.charts, [*drawn.tables, more, table(figure, results, MEASURES["return"])])
 
 
-def consensus(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
+def consensus(figure: Figure, results: Sequence[ArmResult], size: Size) -> Drawing:
     """GALA 2a: the distance to consensus beside the bound of Proposition 1."""
     runs = [(f"{result.arm.label} on {run.env}, seed {run.seed}", run) for result in results for run in result.runs]
     return Drawing([chart for title, run in runs if (chart := consensus_chart(run, title)) is not None])
 
 
-def gradient_cosines(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
+def gradient_cosines(figure: Figure, results: Sequence[ArmResult], size: Size) -> Drawing:
     """GALA 2b: the cosines of the learners' gradients."""
     charts = [cosine_chart(result.runs, result.arm.label) for result in results]
     return Drawing([chart for chart in charts if chart is not None])
 
 
-def evaluations(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
+def evaluations(figure: Figure, results: Sequence[ArmResult], size: Size) -> Drawing:
     """GALA, Table 1: greedy episodes of each method's best seed."""
     rows = []
     for result in results:
@@ -69,7 +69,7 @@ def evaluations(figure: Figure, results: Sequence[Result], size: Size) -> Drawin
     return Drawing((), [Table("Table 1", head, rows, text)])
 
 
-def sampling(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
+def sampling(figure: Figure, results: Sequence[ArmResult], size: Size) -> Drawing:
     """Accelerated Methods 1b: env steps/s of the envs alone, with acting, and with training, from `coterie bench`."""
     names = {"env_only": "envs alone (no inference)", "acting": "with batched inference", "training": "with training"}
     found = [(result.arm.x, report) for result in results for report in result.reports]
@@ -83,7 +83,7 @@ def sampling(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
     return Drawing([chart], [Table("Env steps/s", ["env", "simulators", "for each core", *names.values()], rows)])
 
 
-def secondary(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
+def secondary(figure: Figure, results: Sequence[ArmResult], size: Size) -> Drawing:
     """Accelerated Methods 5 to 7: the greedy evaluations of the primary and of the secondary learner."""
     charts, rows = [], []
     for result in results:
@@ -100,7 +100,7 @@ def secondary(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
     return Drawing(charts, [Table("Last greedy evaluation", ["pair", "env", "learner", "return"], rows, text)])
 
 
-def norms(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
+def norms(figure: Figure, results: Sequence[ArmResult], size: Size) -> Drawing:
     """Accelerated Methods 8: norms of the torso's first and last layer (on images the paper's Conv-0 and FC-0)."""
     layers = [n.removeprefix("norm/weights/") for r in results for run in r.runs for n in run.names("norm/weights/")]
     torso = [name for name in dict.fromkeys(layers) if re.fullmatch(r"torso\..*weight", name)]
@@ -115,7 +115,7 @@ def norms(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
     return Drawing(charts)
 
 
-def tasks(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
+def tasks(figure: Figure, results: Sequence[ArmResult], size: Size) -> Drawing:
     """IMPALA's transfer: one agent for several tasks beside an expert for each."""
     expert = {env: result.of(env) for result in results for env in result.envs if result.arm.envs is None}
     shared = [run for result in results for run in result.runs if result.arm.envs is not None]
@@ -138,7 +138,7 @@ def _of_task(run: RecordedRun, env: str) -> float:
     return average(values[-max(1, len(values) // 10) :])
 
 
-def speedup(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
+def speedup(figure: Figure, results: Sequence[ArmResult], size: Size) -> Drawing:
     """SEED, Table 1: its speed as a multiple of IMPALA's."""
     speeds = {(r.arm.label, r.arm.x): average(map(rate, r.runs)) for r in results}
     rows = []
@@ -149,7 +149,7 @@ def speedup(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
     return Drawing(drawn.charts, [Table("SEED's speed as a multiple of IMPALA's", ["", "ratio"], rows), *drawn.tables])
 
 
-def dollars(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
+def dollars(figure: Figure, results: Sequence[ArmResult], size: Size) -> Drawing:
     """SEED, Tables 3 to 5: the cost of both acting modes with one learner, from `coterie plan`."""
     names = {"decoupled": "IMPALA (decoupled)", "central": "SEED (central)"}
     found: dict[str, dict[str, dict[float, float]]] = {}  # dollars by env, acting and number of hosts
@@ -175,7 +175,7 @@ def dollars(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
     return Drawing(charts, [shares, Table("Simulated", head, rows)])
 
 
-def ranked(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
+def ranked(figure: Figure, results: Sequence[ArmResult], size: Size) -> Drawing:
     """SEED 4: each method's final returns over its settings, the best first."""
     charts, rows = [], []
     for env in all_envs(results):
@@ -193,7 +193,7 @@ def ranked(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
     return Drawing(charts, [Table("Final returns over settings", head, rows)])
 
 
-def human_median(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
+def human_median(figure: Figure, results: Sequence[ArmResult], size: Size) -> Drawing:
     """SEED 7: the median over games of the human-normalized score (mean over seeds), over env steps and hours."""
     charts = []
     for label, unit, series in AXES[:2]:
@@ -216,20 +216,20 @@ def human_median(figure: Figure, results: Sequence[Result], size: Size) -> Drawi
     return Drawing(charts)
 
 
-Draw = Callable[[Figure, Sequence[Result], Size], Drawing]
+Draw = Callable[[Figure, Sequence[ArmResult], Size], Drawing]
 _COMMON: tuple[Draw, ...] = (best_three, curves, energy, human)
 _GALA: tuple[Draw, ...] = (convergent, consensus, gradient_cosines, evaluations)
 _ACCELERATED: tuple[Draw, ...] = (sampling, secondary, norms)
 _IMPALA_AND_SEED: tuple[Draw, ...] = (tasks, speedup, dollars, ranked, human_median)
 _OF_RESULTS = {kind.__name__: kind for kind in (*_COMMON, *_GALA, *_ACCELERATED, *_IMPALA_AND_SEED)}
-_OF_A_MEASURE: dict[str, Callable[[Figure, Sequence[Result], Measure], Drawing]] = {
+_OF_A_MEASURE: dict[str, Callable[[Figure, Sequence[ArmResult], Measure], Drawing]] = {
     "bars": bars,
     "swept": swept,
     "table": lambda figure, results, measure: Drawing((), [table(figure, results, measure)]),
 }
 
 
-def draw(figure: Figure, results: Sequence[Result], size: Size) -> Drawing:
+def draw(figure: Figure, results: Sequence[ArmResult], size: Size) -> Drawing:
     """All drawings that a figure names: "KIND", or "KIND MEASURE" of `measures.py`."""
     found = []
     for kind, *measure in (name.split() for name in figure.draw):

@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 
 from coterie.tools.report.tables import Table, number
 from coterie.tools.reproduce.drawings import all_envs, named
-from coterie.tools.reproduce.figure import Arm, Check, Figure, Result
+from coterie.tools.reproduce.figure import Arm, ArmResult, Check, Figure
 from coterie.tools.reproduce.measures import MEASURES, Measure
 from coterie.tools.reproduce.special import convergence
 
 ENOUGH = 3  # runs a side
 
 
-def decide(figure: Figure, results: Sequence[Result]) -> tuple[str, Table]:
+def decide(figure: Figure, results: Sequence[ArmResult]) -> tuple[str, Table]:
     """`differs` if any check is reversed, `agrees` if all hold, else `undecided`; and a table of the checks."""
     rows = [row for check in figure.checks for row in _rows(figure, check, results)]
     outcomes = {row[-1] for row in rows}
@@ -37,19 +37,19 @@ def outcome(above: Sequence[float], below: Sequence[float], or_equal: bool = Fal
     return "reversed" if max(above) < min(below) else "open"
 
 
-def compared(figure: Figure, check: Check, results: Sequence[Result]) -> list[tuple[Result, Result]]:
+def compared(figure: Figure, check: Check, results: Sequence[ArmResult]) -> list[tuple[ArmResult, ArmResult]]:
     """The pairs of a check. Runs named by their keys are compared at each value that both are swept to. A limit, and a
     run that this size does not have, are results without runs.
     """
     above, below = (
-        [r for r in results if side in (r.arm.key, _name(r))] or [Result(Arm(str(side), (), ""))]
+        [r for r in results if side in (r.arm.key, _name(r))] or [ArmResult(Arm(str(side), (), ""))]
         for side in (check.above, check.below)
     )
     by_value = {check.above, check.below} <= set(figure.runs)
     return [(a, b) for a in above for b in below if a.arm.point == b.arm.point or not by_value]
 
 
-def _rows(figure: Figure, check: Check, results: Sequence[Result]) -> Iterator[list[str]]:
+def _rows(figure: Figure, check: Check, results: Sequence[ArmResult]) -> Iterator[list[str]]:
     measure = convergence(results)[0] if check.measure == "convergent" else MEASURES[check.measure]
     for a, b in compared(figure, check, results):
         for env in all_envs(results):
@@ -58,11 +58,11 @@ def _rows(figure: Figure, check: Check, results: Sequence[Result]) -> Iterator[l
             yield [measure.what, env, _name(a), runs[0], _name(b), runs[1], outcome(above, below, check.or_equal)]
 
 
-def _values(side: str | float, result: Result, env: str, measure: Measure) -> list[float]:
+def _values(side: str | float, result: ArmResult, env: str, measure: Measure) -> list[float]:
     if not isinstance(side, str):
         return [side] * ENOUGH
     return [measure.of(run) if run.finished else math.nan for run in result.of(env)]
 
 
-def _name(result: Result) -> str:
+def _name(result: ArmResult) -> str:
     return ": ".join([result.arm.panel] * bool(result.arm.panel) + [named(result.arm)])

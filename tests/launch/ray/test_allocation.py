@@ -13,7 +13,7 @@ from coterie.build.validity import check
 from coterie.config import Config
 from coterie.envs.make import make_spec
 from coterie.launch.ray.allocation import Allocation, Machine, Site, Worker, allocate, site_config, targets, worker_args
-from coterie.launch.ray.cluster import Board
+from coterie.launch.ray.cluster import RayBoard
 from coterie.launch.ray.run import sum_up
 from coterie.ops.optim import scaled_lr
 from coterie.runs.validate import validate
@@ -171,9 +171,9 @@ def test_a_workers_command_line_has_the_runs_env_torso_and_algorithm():
     assert args[-4:] == ["--algorithm", path, "--plugins.modules", "coterie.choices"]
 
 
-def board(preset: str, hosts: int = 1, **changes: object) -> Board:
+def board(preset: str, hosts: int = 1, **changes: object) -> RayBoard:
     machines = [HERE, THERE, FAR]
-    return Board(layout(preset, machines, **changes), [m.address for m in machines[:hosts]])
+    return RayBoard(layout(preset, machines, **changes), [m.address for m in machines[:hosts]])
 
 
 def test_restarts_are_counted_for_the_whole_run():

@@ -19,7 +19,7 @@ import coterie
 from coterie import __version__
 from coterie.launch.ray import node, watchdog
 from coterie.launch.ray.allocation import Allocation, Machine, Site, allocate
-from coterie.launch.ray.cluster import Board
+from coterie.launch.ray.cluster import RayBoard
 from coterie.launch.ray.mirror import Mirror
 from coterie.launch.ray.node import Node, Outcome
 from coterie.runs import checkpoint
@@ -49,7 +49,7 @@ class Rig:
         self.storage.mkdir()
         save_config(self.storage / "config.json", CONFIG)
         self.allocation: Allocation = allocate(CONFIG, [Machine("a", "127.0.0.1", 2, 0)])
-        self.board = Board(self.allocation, ["127.0.0.1"])
+        self.board = RayBoard(self.allocation, ["127.0.0.1"])
         self.lines: list[str] = []
 
     @property
@@ -91,7 +91,7 @@ def test_a_site_is_stopped_and_goes_on_elsewhere_from_the_storage(rig, pool):
     steps = json.loads((rig.checkpoints()[-1].parent / "state.json").read_text())["env_steps"]
     assert json.loads((rig.storage / "summary.json").read_text())["env_steps"] == steps
     assert json.loads((rig.storage / "config.json").read_text())["launch"] == "ray"  # not the site's own
-    rig.board = Board(rig.allocation, ["127.0.0.1"])
+    rig.board = RayBoard(rig.allocation, ["127.0.0.1"])
     assert rig.run(pool, target=steps + 2000).result(3 * PATIENCE).code == 0
     assert json.loads((rig.storage / "summary.json").read_text())["env_steps"] >= steps + 2000
     assert checkpoint.load(rig.checkpoints()[-1].parent)[1]["life"] == 1

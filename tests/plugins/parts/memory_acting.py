@@ -7,7 +7,7 @@ import time
 import coterie
 from coterie.acting import base
 from coterie.acting.base import ActingKind, core_shape, group_policy
-from coterie.acting.child_processes import apart_refusals
+from coterie.acting.child_processes import child_process_refusals
 from coterie.acting.inline import Inline
 from coterie.acting.recorder import Recorder, local_fields
 from coterie.config import Central, Refusal
@@ -122,7 +122,7 @@ KIND = ActingKind(
     Stepper,
     child="stepper",
     refusals=(
-        *apart_refusals(lambda config: Central()),
+        *child_process_refusals(lambda config: Central()),
         Refusal(lambda c, s: c.env.groups != 1, "env.groups", "must be 1: each child process is a group"),
     ),
 )

@@ -12,7 +12,7 @@ import pytest
 from coterie.cli.main import main
 from coterie.tools.report.runs import read_run
 from coterie.tools.reproduce import command, runs
-from coterie.tools.reproduce.figure import FIGURES, Result, read_figures
+from coterie.tools.reproduce.figure import FIGURES, ArmResult, read_figures
 from coterie.tools.reproduce.runs import sized
 from coterie.types import ConfigError
 from tests.tools.report.recorded import record
@@ -151,6 +151,6 @@ def test_an_evaluation_that_is_done_is_not_made_again_where_the_folder_has_anoth
     run, figure = read_run(record(tmp_path / "moved", "a2c")), FIGURES["gala-table1"]
     (tmp_path / "moved-7-eval10.args.json").write_text('["runs/old", "--episodes", "10"]')
     (tmp_path / "moved-7-eval10.json").write_text('{"mean_return": 3.0}')
-    result = Result(figure.arms(figure.sizes["smoke"])[0], runs=[run])
+    result = ArmResult(figure.arms(figure.sizes["smoke"])[0], runs=[run])
     assert runs.evaluate(figure, [result]) == 0
     assert result.evaluations == {"CartPole-v1": {"mean_return": 3.0}}

@@ -11,7 +11,7 @@ import pytest
 
 from coterie.cli.options import config_of, possible
 from coterie.tools.report.runs import RecordedRun
-from coterie.tools.reproduce.figure import BUDGETS, FIGURES, MISSING, Arm, Figure, Result, Size
+from coterie.tools.reproduce.figure import BUDGETS, FIGURES, MISSING, Arm, ArmResult, Figure, Size
 from coterie.tools.reproduce.measures import rate
 from coterie.tools.reproduce.runs import planned
 from coterie.tools.reproduce.special import draw
@@ -51,11 +51,11 @@ def results(
     level: Callable[[Arm, str, int], float] = lambda arm, env, seed: 100.0,
     rate: Callable[[Arm], float] = lambda arm: 500.0,
     **more: float,
-) -> list[Result]:
+) -> list[ArmResult]:
     """Every arm of a figure with a made-up run for each env and seed."""
     found = []
     for arm in figure.arms(size):
-        result = Result(arm)
+        result = ArmResult(arm)
         for env in arm.envs or size.envs:
             if figure.verb != "train":
                 result.reports.append(report(figure, arm, env))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from coterie.tools.reproduce.figure import FIGURES, Result
+from coterie.tools.reproduce.figure import FIGURES, ArmResult
 from coterie.tools.reproduce.measures import MEASURES
 from coterie.tools.reproduce.verdict import compared, decide, outcome
 from tests.tools.reproduce.test_figures import results
@@ -35,7 +35,7 @@ def test_a_verdict_is_that_of_all_checks_where_they_compare(name, numbers, word,
 
 @pytest.mark.parametrize("figure", FIGURES.values(), ids=FIGURES)
 def test_checks_name_measures_and_runs_of_the_small_size(figure):
-    arms = [Result(arm) for arm in figure.arms(figure.sizes["small"])]
+    arms = [ArmResult(arm) for arm in figure.arms(figure.sizes["small"])]
     assert figure.claim.endswith(".")
     for check in figure.checks:
         assert check.measure in {*MEASURES, "convergent"}

@@ -56,10 +56,10 @@ class Meeting:
             self._changed.notify_all()
 
 
-class AllReduceAgain(AllReduce):
+class RecordedAllReduce(AllReduce):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self.meeting: Meeting = setup.peers.replayed
+        self.meeting: Meeting = setup.peers.shared_in_replay
 
     def __enter__(self) -> AllReduce:
         self.meeting.come(self.rank, self.learners)

@@ -24,7 +24,7 @@ from coterie.remote.rollout_service import REMOTE_PRODUCER
 from coterie.types import Rollout
 
 
-class ActorAgain:
+class RecordedActor:
     """One life of an actor. `versions`: of the weights of each rollout, by its number."""
 
     def __init__(self, setup: LearnerSetup, key: tuple[int, int], history: History, versions: dict[int, list[int]]):
@@ -53,7 +53,7 @@ class ActorAgain:
 
     # The sink of its rollouts.
 
-    def _open(self, agent: Agent, groups: list[slice], stages: Stages) -> ActorAgain:
+    def _open(self, agent: Agent, groups: list[slice], stages: Stages) -> RecordedActor:
         self.agent, self.first = agent, Recorder(self.fields, groups, torch.device("cpu"))
         return self
 
@@ -71,7 +71,7 @@ class ActorAgain:
         """The learner copies the rollout."""
 
 
-class ActorsAgain(Acting):
+class RecordedActors(Acting):
     """A source of the rollouts of a learner's life, as `Decoupled` is one."""
 
     def __init__(self, setup: LearnerSetup, memory: None) -> None:
@@ -84,7 +84,7 @@ class ActorsAgain(Acting):
             for (actor, start, number), each in zip(origins, versions, strict=True):
                 self.versions.setdefault((actor, start), {})[number] = each
                 uses.update(each)
-        self.history, self.actors = History(uses), dict[tuple[int, int], ActorAgain]()
+        self.history, self.actors = History(uses), dict[tuple[int, int], RecordedActor]()
         size, core = config.decoupled.batch_size or config.env.num_envs, core_shape(setup.agent.model)
         self.fields = local_fields(setup.envs.spec, setup.unroll_length, size, setup.envs.device, core)
 
@@ -103,11 +103,11 @@ class ActorsAgain(Acting):
                 at += width
             yield replace(as_rollout(self.fields, self.setup.envs.device), origins=origins)
 
-    def _actor(self, key: tuple[int, int]) -> ActorAgain:
+    def _actor(self, key: tuple[int, int]) -> RecordedActor:
         if key[0] >= REMOTE_PRODUCER:
             raise RecordEnds("no further: the next batch has a remote actor's rollout, and those actors have no record")
         if key not in self.actors:
-            self.actors[key] = ActorAgain(self.setup, key, self.history, self.versions[key])
+            self.actors[key] = RecordedActor(self.setup, key, self.history, self.versions[key])
         return self.actors[key]
 
     def counts(self) -> dict[str, int]:

@@ -18,7 +18,7 @@ import pytest
 from coterie import presets
 from coterie.config import Config, Log
 from coterie.extras import install
-from coterie.runs import page
+from coterie.runs import wandb_run
 from coterie.runs.config_io import from_dict
 from coterie.runs.metrics import RunWriter, read_metrics
 from coterie.types import ConfigError, CoterieError
@@ -137,8 +137,8 @@ def test_the_end_waits_for_the_page_for_a_while_or_until_a_signal(
     tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch, seconds: float, number: int, why: str
 ) -> None:
     said = list[str]()
-    monkeypatch.setattr(page, "_FINISH_S", seconds)
-    monkeypatch.setattr(page.Page, "_kill_service", lambda _: wandb.answers.set())
+    monkeypatch.setattr(wandb_run, "_FINISH_S", seconds)
+    monkeypatch.setattr(wandb_run.WandbRun, "_kill_service", lambda _: wandb.answers.set())
     wandb.answers.clear()
     wandb.number = number
     writer = writes(tmp_path, said)

@@ -26,7 +26,7 @@ _FINISH_S = 30.0  # for the last lines to arrive
 PAGE_NAME, PAGE_ID = "COTERIE_WANDB_NAME", "COTERIE_WANDB_ID"  # in the environment of a site on Ray
 
 
-class Page:
+class WandbRun:
     """Lines go to it in a thread: the run does not wait for W&B's process, nor for the network, and does not end with
     them. W&B's own variables, such as `WANDB_MODE=offline`, apply.
     """
@@ -39,7 +39,7 @@ class Page:
         key = f"{folder.name}-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]}"
         log = config.log
         try:
-            self._page = wandb.init(
+            self._wandb = wandb.init(
                 project=log.wandb,
                 group=log.wandb_group or None,
                 tags=log.wandb_tags or None,
@@ -51,7 +51,7 @@ class Page:
                 resume="allow",
             )
             # Its own step count cannot go back, as the line of an evaluation and a resumed run do.
-            self._page.define_metric("*", step_metric="env_steps")
+            self._wandb.define_metric("*", step_metric="env_steps")
         except Exception as error:  # no key, no network: wandb raises a dozen classes
             raise CoterieError(f"log.wandb: {reason_of(error)}") from None
         self._teardown = wandb.teardown
@@ -85,13 +85,13 @@ class Page:
     def _send(self) -> None:
         try:
             while (line := self._lines.get()) is not None:
-                self._page.log(line)
-            self._page.finish()
+                self._wandb.log(line)
+            self._wandb.finish()
         except Exception as error:
             self._reason = self._reason or reason_of(error)
             self._kill_service()
             # Or it captures the output still, and waits at the exit.
-            for end in (self._page.finish, *[self._teardown] * (not self._others)):
+            for end in (self._wandb.finish, *[self._teardown] * (not self._others)):
                 with suppress(Exception, SystemExit):
                     end()
 

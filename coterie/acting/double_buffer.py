@@ -14,11 +14,11 @@ from coterie.parallel.gpu import finish_kernels
 Twin = tuple[Model, Callable[[], None]]  # a copy of the network for acting, and a call that updates it
 
 
-class TwinModels:
+class DoubleBufferedModel:
     """The newest weights for one acting thread, updated by another thread without waiting for it."""
 
-    def __init__(self, twins: Sequence[Twin], device: torch.device) -> None:
-        self.twins, self.device = twins, device
+    def __init__(self, copies: Sequence[Twin], device: torch.device) -> None:
+        self.copies, self.device = copies, device
         self.published = 0  # calls of `publish`
         self._newest, self._in_use, self._version = 0, -1, (0, 0)
         self._lock = threading.Lock()  # guards the three
@@ -27,7 +27,7 @@ class TwinModels:
         """Update the copy that is not in use, and act with it from the next batch on."""
         with self._lock:
             idle = 1 - self._in_use if self._in_use >= 0 else 1 - self._newest
-            self.twins[idle][1]()
+            self.copies[idle][1]()
             finish_kernels(self.device)
             self.published += 1
             self._newest, self._version = idle, (version, self.published)
@@ -40,7 +40,7 @@ class TwinModels:
         with self._lock:
             self._in_use, version = self._newest, self._version
         try:
-            yield self.twins[self._in_use][0], *version
+            yield self.copies[self._in_use][0], *version
         finally:
             with self._lock:
                 self._in_use = -1

@@ -24,7 +24,7 @@ from coterie.wire.codec import Newest
 _PATIENCE_S = 60.0  # for the thread that copies rollouts into batches
 
 
-class StreamAgain:
+class RecordedStream:
     """One group of envs of a host, and its stream. `recv` and `send` are those of the envs."""
 
     def __init__(self, host: Any, group: int, stream: EnvStream) -> None:
@@ -42,11 +42,11 @@ class StreamAgain:
 
 
 class HistoricModel:
-    """In place of `TwinModels`: each `newest` gives the weights that answered the next recorded batch."""
+    """In place of `DoubleBufferedModel`: each `newest` gives the weights that answered the next recorded batch."""
 
     def __init__(self, setup: LearnerSetup, publications: list[int]) -> None:
         self.learner, self.agent = setup.agent, setup.worker(0, 0).make_agent()
-        self.model, self.refresh = acting_copy(self.agent.model, setup.envs.dtype, apart=True)  # type: ignore[arg-type]
+        self.model, self.refresh = acting_copy(self.agent.model, setup.envs.dtype, always_copy=True)  # type: ignore[arg-type]
         self.history, self.next = History(Counter(publications)), deque(publications)
         self.versions, self.published = dict[int, int](), 0  # versions by publication
 
@@ -62,7 +62,7 @@ class HistoricModel:
         yield self.model, self.versions[number], number
 
 
-class CentralAgain(Central):
+class RecordedCentral(Central):
     """Answers the recorded batches whenever the learner has no rollouts left."""
 
     def __init__(self, setup: LearnerSetup, memory: None) -> None:
@@ -73,11 +73,11 @@ class CentralAgain(Central):
         self.env_steps = 0
         self.opening = {event[0]: event[1:] for event in life.of("open")}
         self.hosts: dict[tuple[int, int], Any] = {}  # by number and life
-        self.again: dict[int, StreamAgain] = {}  # by serial
+        self.streams_by_serial: dict[int, RecordedStream] = {}  # by serial
         self.waiting: dict[int, InferenceRequest] = {}  # that have to be answered with newer weights
 
-    def look(self) -> int:
-        return self.setup.agent.look(self.env_steps)
+    def set_exploration_steps(self) -> int:
+        return self.setup.agent.set_exploration_steps(self.env_steps)
 
     def _work(self) -> dict[str, Callable[[], None]]:
         return {"prefetch": self.assembly.run}
@@ -99,16 +99,16 @@ class CentralAgain(Central):
     def _request(self, serial: int) -> InferenceRequest:
         if serial in self.waiting:
             return self.waiting.pop(serial)
-        if serial not in self.again:
-            self.again[serial] = self._open(serial)
-        self.again[serial].ask()
+        if serial not in self.streams_by_serial:
+            self.streams_by_serial[serial] = self._open(serial)
+        self.streams_by_serial[serial].ask()
         while not isinstance(request := self.inbox.get(timeout=_PATIENCE_S), InferenceRequest):
             """A stream was replaced, or a recorder is free again."""
         while not request.stream.may_go():  # until the prefetch thread has copied a rollout
             self.inbox.get(timeout=_PATIENCE_S)
         return request
 
-    def _open(self, serial: int) -> StreamAgain:
+    def _open(self, serial: int) -> RecordedStream:
         number, group, life, first_env, width = self.opening[serial]
         if life < 0:
             raise RecordEnds("no further: the next actions are for a remote env host, and those hosts have no record")
@@ -116,7 +116,7 @@ class CentralAgain(Central):
             self.hosts[number, life] = host_envs(self.setup.worker(number, life).envs)
         stream = self.open_stream(number, group, first_env, width, life)
         stream.serial = serial
-        return StreamAgain(self.hosts[number, life], group, stream)
+        return RecordedStream(self.hosts[number, life], group, stream)
 
     def close(self) -> None:
         super().close()

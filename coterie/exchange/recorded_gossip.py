@@ -57,11 +57,11 @@ class Messages:
             self.changed.notify_all()
 
 
-class GossipAgain(Gossip):
+class RecordedGossip(Gossip):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         life = cast(RecordedLife, setup.peers.recorded_life)
-        self.messages: Messages = setup.peers.replayed
+        self.messages: Messages = setup.peers.shared_in_replay
         self.mixes, self.took = deque(life.of("mix")), life.of("took")
         self.totals, self.begun = [event[1] for event in life.of("rollout")], 0
         self.recorded = [number + 1 for sent, _ in self.mixes for number in sent]
