@@ -49,7 +49,7 @@ class Central(EnvStreams, Acting):
         # Valid rows: received, of abandoned rollouts, in memory after `close`.
         self.produced = self.dropped = self.left = 0
         self.calls = self.rows = 0  # of the policy
-        self.columns = 0  # in finished rollouts that the learner has not taken yet
+        self.finished = self.taken = 0  # columns of rollouts; each is counted by one thread
         self.batches = 1 if self.config.lockstep else 2 + self.config.queue
         batches = [self.make_fields(self.batch_size) for _ in range(self.batches)]
         self.assembly = BatchAssembly(self.batch_size, batches, self.device, lambda: self.inbox.put(None))
@@ -92,11 +92,16 @@ class Central(EnvStreams, Acting):
             refresh()
             if (fields := self._wait()) is None:
                 return
-            self.columns -= self.batch_size
+            self.taken += self.batch_size
             yield as_rollout(fields, self.device)
             finish_kernels(self.device)
             self.window.trained(self.batch_size)
             self.assembly.free.put(fields)
+
+    @property
+    def columns(self) -> int:
+        """In finished rollouts that the learner has not taken yet."""
+        return self.finished - self.taken
 
     def rest(self) -> int:
         """Wait until every env has reached its recording limit; returns the batches recorded. For measurements."""
@@ -194,7 +199,7 @@ class Central(EnvStreams, Acting):
             part = AgentOutput(out.action[mine], out.log_prob[mine], out.value[mine])
             if stream.row == self.unroll_length:
                 self.assembly.finished.put((stream, stream.finish(request, part.value)))
-                self.columns += stream.width
+                self.finished += stream.width
                 self.completed[stream.place] = self.completed.get(stream.place, 0) + 1
                 if self.paced:
                     waiting.append(request)

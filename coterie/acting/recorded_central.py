@@ -92,7 +92,7 @@ class RecordedCentral(Central):
                 batch = [self._request(serial) for serial in serials]
                 self.waiting = {q.stream.serial: q for q in self._answer(batch)} | self.waiting
             fields = self.assembly.ready.get(timeout=_PATIENCE_S)
-            self.columns -= self.batch_size
+            self.taken += self.batch_size
             yield as_rollout(fields, self.device)
             self.assembly.free.put(fields)
 

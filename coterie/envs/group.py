@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import zip_longest
 from operator import itemgetter
 from typing import Any
@@ -274,7 +275,8 @@ class Envs:
 
     def close(self) -> None:
         for backend in self._backends:
-            backend.close()
+            with suppress(Exception):  # the work is done, or has failed for another reason
+                backend.close()
 
     def __enter__(self) -> Envs:
         return self

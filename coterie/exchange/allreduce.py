@@ -245,7 +245,7 @@ def _between_machines(setup: Setup) -> MachineGroup | None:
     # Learning rates may differ: the mean is applied. Schedules go by a machine's env steps, of which some have more.
     optim = replace(config.optim, lr=0.0, schedule=Schedule(), sqrt_scaling_from=0, chunk=0)
     parts = [
-        2, replace(config.algo, poll=0, entropy_schedule=Schedule()), config.settings, config.plugins.exchange, optim,
+        3, replace(config.algo, poll=0, entropy_schedule=Schedule()), config.settings, config.plugins.exchange, optim,
         setup.params.slices, setup.moments.size, *setup.same,
     ]  # fmt: skip
     digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:8]

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 from coterie.acting.table import acting_kind
 from coterie.algorithms.table import algorithm_class
-from coterie.build.resources import resolve_resources
+from coterie.build.resources import gpus_of, resolve_resources
 from coterie.build.validity import check
 from coterie.config import ResolvedConfig
 from coterie.envs.make import make_spec
 from coterie.envs.vector import APART
+from coterie.parallel.hardware import available_cores
 from coterie.replay.storage import require_room
-from coterie.types import Spec
+from coterie.types import Spec, counted
 from coterie.wire.auth import check_free, check_pair, offset
 
 
@@ -25,6 +26,15 @@ def beyond_its_steps(config: ResolvedConfig) -> str:
     if rows <= config.steps:
         return ""
     return f"steps: {config.steps:,} is less than one batch of rollouts: the run ends after {rows:,} or more"
+
+
+def crowded(config: ResolvedConfig) -> str:
+    """A line where far more processes than cores are asked for."""
+    cores, most = len(available_cores()), max(config.learners, config.actors)
+    if gpus_of(config) or most <= 4 * cores:
+        return ""
+    what = "learners" if config.learners == most else "actors"
+    return f"{what}: {most} share {counted(cores, 'core')}: no faster than fewer, and each has its own memory"
 
 
 def check_run(config: ResolvedConfig, spec: Spec) -> None:

@@ -227,8 +227,8 @@ class Coordinator:
     def _follow_order(self) -> None:
         """Complete the checkpoint, once all of its parts exist; give the order up when they are late."""
         missing = sorted(self.members - self.saved.keys())
-        if not missing and self.saved:  # all learners may be gone
-            self._seal()
+        if not missing and self.saved:  # all learners may be gone; in lockstep, all parts must be of one step
+            self._seal() if len({x.env_steps for x in self.saved.values()}) == 1 else self.give_up_order()
         elif self.board.evaluated[0] < self.evaluation and not self.board.stopping:
             self.given = awake()  # an evaluation may take as long as it does
         elif awake() - self.given > self.config.log.stall:

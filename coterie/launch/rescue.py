@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from coterie.build.factory import make_model, normalizers
+from coterie.exchange.table import exchange_kind
 from coterie.launch.coordinator import Coordinator
 from coterie.parallel.board import HOLD, SAVE
 from coterie.parallel.clock import awake
@@ -32,6 +33,13 @@ class Rescue:
     @property
     def is_over(self) -> bool:
         return self.order is None or self.run.order != self.order or awake() > self.end
+
+    def settle(self) -> None:
+        """Time is over: in lockstep the parts that are there hold everything."""
+        run = self.run
+        if run.order == self.order and run.saved and exchange_kind(run.config).in_lockstep:
+            run.members &= run.saved.keys()
+            run.poll()
 
     def lose(self, rank: int, kept: Weights | None) -> None:
         """A learner is gone. `kept`: what it has left."""

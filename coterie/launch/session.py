@@ -33,7 +33,7 @@ from coterie.exchange.mailboxes import Link, Net
 from coterie.exchange.table import exchange_kind
 from coterie.extras import missing
 from coterie.flight.record import forget_from
-from coterie.launch.checks import beyond_its_steps, check_run
+from coterie.launch.checks import beyond_its_steps, check_run, crowded
 from coterie.launch.coordinator import Coordinator
 from coterie.launch.supervisor import Supervisor
 from coterie.parallel.board import Board
@@ -163,7 +163,7 @@ def _go(
     kept = replace(asked, learners=config.learners, actors=actors, env=config.env)
     spec = make_spec(config.env, config.atari)
     check_run(config, spec)
-    starting.notes += filter(None, [line or beyond_its_steps(config)])
+    starting.notes += filter(None, [line or beyond_its_steps(config), crowded(config)])
     if asked.init_from and not resumed:
         config = replace(config, init_from=str(source_of(Path(asked.init_from))))  # for all: that run may still train
         starting.notes.append(begin_from(Path(config.init_from), make_model(config, spec)))

@@ -25,7 +25,7 @@ from coterie.parallel.clock import awake
 from coterie.parallel.processes import Child, listen
 from coterie.roles.entry import Start, learner_process, worker_process
 from coterie.runs import checkpoint
-from coterie.types import ConfigError, CoterieError
+from coterie.types import ConfigError, CoterieError, counted
 
 _GRACE_S = 1.0  # wait for a dead learner's exit message after another learner has reported it lost
 _LEAVE_S = 15.0  # for actors to shut down at the end of a run
@@ -47,7 +47,7 @@ class Supervisor:
         self.back_off = RestartDelays()  # of actors
         self.rescue: Rescue | None = None  # while a learner is gone and what was learned is being saved
         self.missed: tuple[float, str] | None = None  # when a learner could not reach another one, and its report
-        self.waiting_since = awake()  # when all learners began to wait, after a signal
+        self.waiting = awake(), 0  # since when all learners wait, after a signal, and the rows that were produced then
         self.joins = False  # whether the learners begin with another run's weights
         self.chaos: FaultInjector | None = None
         run.on_end = self._dismiss_actors
@@ -97,6 +97,7 @@ class Supervisor:
                 self._restart_all(self.missed[1])
             run.poll()
             if self.rescue is not None and self.rescue.is_over:
+                self.rescue.settle()
                 self._restart_all(self.rescue.reason)
             if self._is_starved():
                 self._end_at_last_checkpoint("all learners wait for rollouts that no process produces")
@@ -124,10 +125,11 @@ class Supervisor:
 
     def _is_starved(self) -> bool:
         """Whether all learners of a run that stops have waited too long for rollouts that no process produces."""
-        run, now = self.run, awake()
-        if not run.board.stopping or run.over or run.idle or not run.board.all_blocked(run.members):
-            self.waiting_since = now
-        return now - self.waiting_since > _STARVED_S
+        run, now, produced = self.run, awake(), self.run.board.sum("produced")
+        waits = run.board.stopping and not (run.over or run.idle) and run.board.all_blocked(run.members)
+        if not waits or produced != self.waiting[1]:
+            self.waiting = now, produced
+        return now - self.waiting[0] > _STARVED_S
 
     def _receive(self, row: int, kind: str, content: Any) -> None:
         if kind == "end":
@@ -155,8 +157,7 @@ class Supervisor:
     # Learners
 
     def _learner_ended(self, rank: int, manner: str) -> None:
-        run = self.run
-        reason = f"learner {rank} {manner}"
+        run, reason = self.run, f"learner {rank} {manner}"
         if run.over or (run.ending and rank in run.saved):
             return  # its work was complete
         if manner.endswith("exit code 1") and self.missed is not None:
@@ -234,9 +235,8 @@ class Supervisor:
             readers.append(lambda: link.gauges(ledger.env_steps - ledger.begin_steps))
         self.run.join(self.group.board, readers, back)
         self.run.poll()
-        children = {"learner": self.group.learners, self.kind.child: self.group.actors}
-        some = [f"{count} {name}{'s' * (count > 1)}" for name, count in children.items() if count]
-        self.run.display.doing(" and ".join(some))
+        children = ("learner", self.group.learners), (self.kind.child, self.group.actors)
+        self.run.display.doing(" and ".join(counted(count, name) for name, count in children if count))
         for rank in range(self.group.learners):
             self._start_learner(rank, self.saved, self.joins)
 

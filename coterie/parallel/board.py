@@ -96,9 +96,13 @@ class Board(InSharedMemory):
     @property
     def order(self) -> tuple[int, int]:
         """The number of the latest order, and what it asks for."""
-        number = int(self._order["number"])
-        fence()
-        return number, int(self._order["what"])
+        while True:
+            number = int(self._order["number"])
+            fence()
+            what = int(self._order["what"])
+            fence()
+            if number == self._order["number"]:  # else a new one was given meanwhile
+                return number, what
 
     def seal(self) -> None:
         """The checkpoint of the latest order is complete."""
@@ -128,6 +132,9 @@ class Board(InSharedMemory):
     def continue_orders(self, before: Board) -> None:
         """Count on from the orders of `before`: no two orders of a run have the same number, or the same draft."""
         self._order["number"], self._order["sealed"] = before._order["number"], before._order["sealed"]
+        if before.attributes(0) is not None:  # envs that are made later have them, too
+            with self._lock.writing(0):
+                self._attributes[:] = before._attributes
 
     def meet(self, rank: int, timeout: float) -> None:
         """A barrier for all learners."""

@@ -75,6 +75,7 @@ class Saved(NamedTuple):
     order: int
     counts: dict[str, int]  # as of that part
     digest: str  # of the last weights
+    env_steps: int = 0  # in lockstep: of the run, as of that part, the same for all parts that fit together
 
 
 def learner_process(post: Post, config: ResolvedConfig, folder: Path, context: ProcessContext, start: Start) -> None:
@@ -197,8 +198,12 @@ class LearnerService:
 
     def _save_for_all(self) -> None:
         """Another learner is gone: save what was learned since the last checkpoint, if the parent orders it."""
-        self._beat_until(lambda: self.has_order, RESCUE_S)
-        if self.has_order:
+
+        def is_held() -> bool:
+            return self.has_order and bool(self.board.order[1] & HOLD)  # an older order may be pending
+
+        self._beat_until(is_held, RESCUE_S)
+        if is_held():
             self.execute_order()
 
     def report(self) -> None:
@@ -243,7 +248,10 @@ class LearnerService:
             learner.write_counts()  # nothing acts any more: what is in flight stays so
         self.gauged = 0.0  # read them once more, also in a run that is shorter than the time between two readings
         self.report()  # the checkpoint counts these rows, too
-        self.post("saved", Saved(number, learner.counts(), digest))
+        # One that is rescued may be a step behind the others: the part that is furthest is taken.
+        exact = exchange_kind(learner.config).in_lockstep and not what & HOLD
+        steps = learner.exchange.env_steps if exact else 0
+        self.post("saved", Saved(number, learner.counts(), digest, steps))
         self.last = bool(what & LAST)
         if what & HOLD:  # until it is killed: what it learned now would be lost
             self._beat_until(lambda: False, learner.config.log.stall)

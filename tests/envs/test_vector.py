@@ -51,6 +51,13 @@ def clipped(action: Any) -> Any:
     return (4 * action.clip(-1, 1) + 2).sum(-1)
 
 
+def test_envs_whose_close_raises_hide_no_other_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vectors.Counting, "close", lambda self: 1 / 0)
+    with pytest.raises(KeyError, match="the reason"), make(f"{vectors.__name__}:Counting", 2, backend="vector") as envs:
+        play(envs, 2)
+        raise KeyError("the reason")
+
+
 @pytest.mark.parametrize("mode", ["NextStep", "Disabled", "SameStep"])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_every_step_of_gymnasiums_own_is_aligned(mode: str, groups: int) -> None:

@@ -9,7 +9,9 @@ import pytest
 import coterie
 from coterie import presets
 from coterie.algorithms.a2c import A2C
+from coterie.launch import checks
 from coterie.types import ConfigError, CoterieError
+from tests.conftest import make_config
 
 SMALL = {"env.num_envs": 4, "algo.unroll_length": 8, "log.tensorboard": False}
 
@@ -27,6 +29,14 @@ def test_a_run_that_is_shorter_than_a_rollout_says_how_long_it_is(tmp_path, caps
     config = presets.a2c("CartPole-v1", steps=20, out=str(tmp_path / "run"), **SMALL)
     assert coterie.train(config)["env_steps"] > 20
     assert "steps: 20 is less than one batch of rollouts: the run ends after 32 or more" in capsys.readouterr().out
+
+
+def test_far_more_processes_than_cores_are_said(monkeypatch):
+    monkeypatch.setattr(checks, "available_cores", lambda: [0, 1])
+    line = "learners: 50 share 2 cores: no faster than fewer, and each has its own memory"
+    assert checks.crowded(make_config(learners=50, actors=0)) == line
+    assert checks.crowded(make_config(learners=1, actors=50)) == line.replace("learners", "actors")
+    assert not checks.crowded(make_config(learners=8, actors=0))
 
 
 class Bare(A2C):
