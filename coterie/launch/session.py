@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from coterie import presets
@@ -187,6 +188,7 @@ def _go(
             learner.start(*(({}, 0) if state is None else (state["learners"][0], state["env_steps"])))
         signals, unsigned = _prepare(folder, kept, spec, life_number, held, opened)
         run = Coordinator(config, folder, spec, board, state=state, quiet=quiet, starting=starting, signals=signals)
+        opened.callback(run.writer.close)
         alone = f"exchange {config.exchange} has one learner, so it changes nothing: --learners N for more"
         for line in filter(None, (*starting.notes, unsigned, alone if kind.is_alone(config) else "")):
             run.log(line)
@@ -226,7 +228,8 @@ def _prepare(
     held.enter_context(on_signals(signals.append, HANDLED if config.log.checkpoint_on_warning else STOP))
     if new := not life_number:
         held.enter_context(sole_writer(folder, new))
-        opened.callback(discard, folder, "config.json", SIGNATURE, "spec.json", "machine.json")
+        names = "config.json", SIGNATURE, "spec.json", "machine.json", "log.txt", "metrics.jsonl"
+        opened.callback(discard, folder, *names)
     with writing(folder, "out: "):
         unsigned = sign(folder, config)
         save_config(folder / "config.json", config)  # a later resume goes on towards the same total
@@ -240,7 +243,8 @@ def _prepare(
 
 def _run_here(run: Coordinator, learner: LearnerProcess, callbacks: Sequence[Given]) -> dict[str, Any]:
     """Train in this process, so that a debugger and a notebook work."""
-    ended, guard = threading.Event(), StallGuard(run.config.log.stall, str(run.folder))
+    says = " (log.stall): native code holds Python's lock (GIL). It is killed; resume it with: coterie resume "
+    ended, guard = threading.Event(), StallGuard(run.config.log.stall, says + quote(str(run.folder)))
 
     def watch() -> None:
         """End the process when nothing moves: a simulator that hangs cannot be interrupted. The guard ends it where

@@ -1,5 +1,5 @@
-"""A second process beside a run of one process: it ends the run where native code holds Python's lock (GIL), since no
-thread of Python can do that then. It ends with its input, and loads little.
+"""A second process beside a run of one process, or beside a check of an env: it ends the first one where native code
+holds Python's lock (GIL), since no thread of Python can do that then. It ends with its input, and loads little.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from shlex import quote
 
 import psutil
 
@@ -22,13 +21,13 @@ _KILLED_S = 30.0  # for the kernel to end a killed process: at once, but on a ma
 
 class StallGuard:
     """Ends this process once `alive` was not called for `limit` seconds, and says so with a traceback of all threads.
-    `folder`: of the run. Time for which the process was stopped does not count.
+    `says`: what follows these seconds in the message. Time for which the process was stopped does not count.
     """
 
-    def __init__(self, limit: float, folder: str) -> None:
+    def __init__(self, limit: float, says: str) -> None:
         if not faulthandler.is_enabled():
             faulthandler.enable(2)  # a crash in C leaves a traceback, too
-        command = [sys.executable, "-P", "-m", "coterie.parallel.guard", str(os.getpid()), str(limit), folder]
+        command = [sys.executable, "-P", "-m", "coterie.parallel.guard", str(os.getpid()), str(limit), says]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         # In a session of its own, no signal to the process group reaches it.
         self._popen = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
@@ -47,7 +46,7 @@ class StallGuard:
             self._popen.wait(_KILLED_S)
 
 
-def main(pid: int, limit: float, folder: str) -> None:
+def main(pid: int, limit: float, says: str) -> None:
     silent, last = 0.0, time.monotonic()
     while silent <= limit:
         ready, _, _ = select.select([0], [], [], min(1.0, limit / 4))
@@ -56,10 +55,7 @@ def main(pid: int, limit: float, folder: str) -> None:
         now = time.monotonic()
         silent = 0.0 if ready else silent + min(now - last, 2.0) * _runs(pid)  # and this process may have been stopped
         last = now
-    line = (
-        f"coterie: no sign of life for {silent:.0f} s (log.stall): native code holds Python's lock (GIL). It is killed"
-    )
-    print(f"{line}; resume it with: coterie resume {quote(folder)}", file=sys.stderr, flush=True)
+    print(f"coterie: no sign of life for {silent:.0f} s{says}", file=sys.stderr, flush=True)
     os.kill(pid, signal.SIGABRT)
     if not select.select([0], [], [], _TRACE_S)[0]:
         os.kill(pid, signal.SIGKILL)

@@ -82,10 +82,14 @@ class Slots(InSharedMemory):
             return at
         if not (empty & (self.holder == FREE)).any():
             return None
-        with self.locks.held(0):
+        if not self.locks.take(0, wait=False):  # the next call may have it; a holder that is stopped delays no others
+            return None
+        try:
             at = self._oldest((self.full != self.ticket) & (self.holder == FREE))
             if at is not None:
                 self.holder[at] = producer
+        finally:
+            self.locks.free(0)
         return at
 
     def _oldest(self, among: np.ndarray) -> tuple[int, int] | None:

@@ -7,7 +7,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,7 @@ from coterie.parallel.slots import Slots
 from coterie.parallel.weights import Weights
 from coterie.remote.admission import ClientIds, check_hello, settings_of
 from coterie.runs.config_io import to_dict
-from coterie.types import MASK, Array, CoterieError, Spec, counted
+from coterie.types import MASK, Array, Spec, counted
 from coterie.wire.codec import FrameLayout, Refused, TensorSpec, check_values
 from coterie.wire.service import Answer, ServiceStream
 
@@ -174,14 +173,10 @@ class RolloutService:
         while (item := self._next()) is not None:
             stream, arrays, answer = item
             producer = REMOTE_PRODUCER + stream.welcome["number"]
-            at = None
-            while at is None:
+            while (at := self.slots.take(producer)) is None:
                 if self._closed:
                     return
-                with suppress(CoterieError):  # a stopped actor holds the lock: it may go on
-                    at = self.slots.take(producer)
-                if at is None:
-                    time.sleep(_POLL_S)
+                time.sleep(_POLL_S)
             if not stream.alive:
                 self.slots.abandon(producer)
                 continue

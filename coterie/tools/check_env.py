@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from itertools import count, islice, pairwise
 from typing import Any
@@ -27,6 +27,7 @@ from coterie.envs.make import env_edges, make_spec
 from coterie.envs.pool import PoolBackend, has_env
 from coterie.envs.spaces import leaf_of, leaf_spaces, random_actions
 from coterie.envs.vector import APART, make_together
+from coterie.parallel.guard import StallGuard
 from coterie.plugins import NameOrObject, raised
 from coterie.presets.common import flat
 from coterie.runs.objects import name_of
@@ -34,6 +35,7 @@ from coterie.tools.check_backend import CheckingBackend, observation, outside
 from coterie.types import MASK, ConfigError, CoterieError, counted, entries, one_line
 
 _SAME, _LONGEST_S = 100, 30.0  # steps of two copies; seconds of random play
+_HANGS_S = 180.0  # for an answer, or for the constructor
 _SLOW, _LARGE = 1000, 10.0  # env steps/s; reward
 _SEEDS = "draw from the seeds that it is made with"
 _SEED = dict.fromkeys(APART, "call super().reset(seed=seed), use self.np_random") | {"vector": "use the seed of reset"}
@@ -59,14 +61,16 @@ def check_env(
 def command(options: Namespace) -> int:
     asked = Env(options.env, options.backend, options.num_envs, kwargs=options.kwargs)
     print(f"{options.env}: resets and {options.steps:,} random steps ...", file=sys.stderr)
-    mend, facts = _check(asked, options.steps, options.render)
+    says = f": {options.env} does not answer, in its constructor, reset or step, as below"
+    with closing(StallGuard(_HANGS_S, says)) as guard:
+        mend, facts = _check(asked, options.steps, options.render, guard.alive)
     found = [f"fix: {line}" for line in mend] or ["nothing to fix"]
     print("\n".join([*facts, *found]))
     return int(bool(mend))
 
 
-def _check(env: Env, steps: int, render: bool) -> tuple[list[str], list[str]]:
-    """What to fix, and what else is worth knowing."""
+def _check(env: Env, steps: int, render: bool, alive: Callable[[], None] = lambda: None) -> tuple[list[str], list[str]]:
+    """What to fix, and what else is worth knowing. `alive` is called after each answer of the env."""
     spec, mend, edges = make_spec(env, Atari()), dict[str, str](), env_edges(env, Atari())
     together, pool = env.backend not in APART, has_env(env.id) and env.backend in ("auto", "pool")
     if together and render:
@@ -88,10 +92,10 @@ def _check(env: Env, steps: int, render: bool) -> tuple[list[str], list[str]]:
 
     try:
         with closing(copy(render)) as played, closing(copy()) as one, closing(copy()) as other:
-            facts += _random_steps(played, max(1, steps), spec.max_episode_steps, mend)
+            facts += _random_steps(played, max(1, steps), spec.max_episode_steps, mend, alive)
             if render:
                 facts.append(f"render: frames of {played.render().shape}")
-            for k, (a, b) in enumerate(zip(islice(_play(one), _SAME), _play(other), strict=False)):
+            for k, (a, b) in enumerate(zip(islice(_play(one, alive), _SAME), _play(other, alive), strict=False)):
                 if any(x.tobytes() != y.tobytes() for x, y in zip(a.rows(), b.rows(), strict=True)):
                     when = f"differ after {k} equal actions" if k else "begin differently"
                     mend["seed"] = f"two copies with one seed {when}: {_SEED.get(env.backend, _SEEDS)}"
@@ -127,12 +131,13 @@ def _by_checker(env: Env) -> Iterator[str]:
             yield f"{package}: {text}"
 
 
-def _play(backend: Backend) -> Iterator[StepResults]:
+def _play(backend: Backend, alive: Callable[[], None]) -> Iterator[StepResults]:
     """What follows a reset, and each random action after it."""
     ids, rng, spec = np.arange(backend.num_instances, dtype=np.int32), np.random.default_rng(1), backend.spec
     backend.reset(ids)
     for k in count():
         answer = backend.recv()
+        alive()
         if spec.masked:
             answer.obs[MASK][answer.terminated | answer.truncated] = True  # the action after it is ignored
         if spec.masked and not spec.legal_rows(answer.obs[MASK]).all():
@@ -141,11 +146,13 @@ def _play(backend: Backend) -> Iterator[StepResults]:
         backend.step(ids, backend.action_map.to_env(random_actions(spec.action, rng, len(ids), answer.obs)))
 
 
-def _random_steps(backend: Backend, steps: int, limit: int, mend: dict[str, str]) -> list[str]:
+def _random_steps(
+    backend: Backend, steps: int, limit: int, mend: dict[str, str], alive: Callable[[], None]
+) -> list[str]:
     """Facts about episodes, rewards and speed."""
     begin, rewards, ends = time.monotonic(), list[float](), list[tuple[int, bool]]()
     length = np.zeros(backend.num_instances, int)
-    for before, answer in pairwise(islice(_play(backend), steps + 1)):
+    for before, answer in pairwise(islice(_play(backend, alive), steps + 1)):
         for name, x in [("reward", answer.reward), *((observation(k), x) for k, x in entries(answer.obs).items())]:
             if x.dtype.kind == "f" and not np.isfinite(x).all():
                 mend[f"{name} finite"] = f"{name}: {x[~np.isfinite(x)][0]}; a run replaces an env that gives it"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import gymnasium
@@ -35,6 +37,8 @@ class Faulty(CountingEnv):
             {}["missing"]
         if self.fault == "exit":
             sys.exit("no license")
+        if self.fault == "hang":
+            time.sleep(600)
         reward = np.nan if self.fault == "reward" else 1.0
         return self.look(), reward, self.steps == 7 and self.fault != "endless", False, {}
 
@@ -73,6 +77,16 @@ def test_a_fault_is_named(fault, says):
     found = coterie.check_env(Faulty, kwargs={"fault": fault}, steps=60)
     assert [line for line in found if line.startswith(says)], found
     assert [line for line in found[1:] if not line.startswith("gymnasium: ")] == []
+
+
+def test_a_check_of_an_env_that_hangs_ends():
+    command = ["check-env", env := f"{__name__}:Faulty", "--env.kwargs", '{"fault": "hang"}']
+    script = (
+        f"from coterie.tools import check_env as c; c._HANGS_S = 2.0\nimport coterie.cli.main as m; m.main({command})"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert f"no sign of life for 2 s: {env} does not answer, in its constructor, reset or step, as below" in done.stderr
+    assert "in step" in done.stderr
 
 
 def test_an_env_is_played_by_its_masks_and_self_play_by_its_seed(monkeypatch):
