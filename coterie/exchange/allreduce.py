@@ -103,7 +103,7 @@ class AllReduce(Solo):
             params.grad.zero_()
         several = self._message(params, params.bucket, bad is not None, lr)
         if several and (bad is not None or self.guard.skip or self.across is None):
-            if bad is None and not self.guard.skip:
+            if bad is None and self.guard.raises:  # the other learner's error is the reason
                 raise PeerLost("allreduce: the gradient of another learner is not finite")
             self.guard.refuse(bad or "another learner", params)
             return float("nan")

@@ -50,13 +50,18 @@ class GradientGuard:
         self.refuse(params.nonfinite(params.grad), params)
         return norm, False
 
+    @property
+    def raises(self) -> bool:
+        """Whether the next gradient that is not finite ends the run."""
+        return not self.skip or self.in_a_row >= _MOST_IN_A_ROW
+
     def refuse(self, name: str | None, params: FlatParams) -> None:
         """Clear a gradient that is not finite."""
         params.grad.zero_()
-        self.in_a_row += 1
-        if not self.skip or self.in_a_row > _MOST_IN_A_ROW:
+        if self.raises:
             before = f", nor were {_MOST_IN_A_ROW} before it" if self.skip else ""
             raise NonFinite(f"the gradient of {name or 'the whole net (its norm overflows)'} is not finite{before}")
+        self.in_a_row += 1
         self.skipped += 1
 
 

@@ -56,7 +56,7 @@ from coterie.runs.objects import name_of
 from coterie.runs.starting import Starting
 from coterie.runs.trust import SIGNATURE, open_run, sign
 from coterie.runs.validate import validate
-from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError, Spec
+from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError, Spec, one_line
 
 __all__ = ["resume", "train"]
 _SAY_S = 5.0  # for the last line of a run that hangs
@@ -261,12 +261,18 @@ def _run_here(run: Coordinator, learner: LearnerProcess, callbacks: Sequence[Giv
                 sys.stderr.flush()
                 os._exit(1)
 
+    def close() -> None:
+        try:
+            learner.close()
+        except Exception as error:  # of the user's own parts: it must not hide how the run ended
+            run.log(f"a part of the run cannot be closed: {one_line(error)}")
+
     thread = threading.Thread(target=watch, name="coterie-watchdog", daemon=True)
     try:
         run.poll()
         thread.start()
         service = LearnerService(learner, run.folder, partial(run.receive, 0), callbacks=callbacks)
-        return run.go(service.run, learner.close)
+        return run.go(service.run, close)
     finally:
         ended.set()
         guard.close()

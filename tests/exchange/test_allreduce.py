@@ -116,7 +116,7 @@ def go(x: AllReduce, grad: torch.Tensor, lr: float = 1.0) -> float:
     return x.step(x.params, lr)
 
 
-def skip_and_stop(post: Post, rank: int, shared: SharedArrays) -> None:
+def skip_and_stop(post: Post, rank: int, shared: SharedArrays, skips: bool) -> None:
     """Three steps; at the second learner 1's gradient is bad, in the end with the order to stop."""
     with exchange(rank, shared, rule=RMSProp(0.9, 1e-3)) as x:
         grads = gradients(x.params, 4, seed=rank)
@@ -131,7 +131,7 @@ def skip_and_stop(post: Post, rank: int, shared: SharedArrays) -> None:
         go(x, grads[2], 0.1)
         moved = not torch.equal(x.params.data, before[0])
         post("weights", (x.params.data.numpy().copy(), x.state_dict()["square"].numpy().copy(), moved, x.guard.skipped))
-        x.guard.skip = False
+        x.guard.skip, x.guard.in_a_row = skips, 1000
         if rank == 0:
             grads[3][0] = math.inf
         try:
@@ -140,9 +140,10 @@ def skip_and_stop(post: Post, rank: int, shared: SharedArrays) -> None:
             post("stopped", str(error))
 
 
-def test_a_bad_gradient_of_one_is_skipped_or_stops_all():
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_bad_gradient_of_one_is_skipped_or_stops_all(skips):
     shared = shared_by_two()
-    said = collect([start(skip_and_stop, rank, shared) for rank in range(2)])
+    said = collect([start(skip_and_stop, rank, shared, skips) for rank in range(2)])
     assert [[kind for kind, _ in s] for s in said] == [["skipped", "weights", "stopped", "end"]] * 2, said
     for s in said:
         assert s[0][1] == (1, True, False, True)
@@ -151,7 +152,7 @@ def test_a_bad_gradient_of_one_is_skipped_or_stops_all():
         assert s[3][1] == "ended with exit code 0"
     assert np.array_equal(said[0][1][1][0], said[1][1][1][0])
     assert np.array_equal(said[0][1][1][1], said[1][1][1][1])
-    assert said[0][2][1] == "the gradient of w0 is not finite"
+    assert said[0][2][1] == "the gradient of w0 is not finite" + ", nor were 1000 before it" * skips
     assert said[1][2][1] == "allreduce: the gradient of another learner is not finite"
 
 

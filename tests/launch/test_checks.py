@@ -80,6 +80,17 @@ def test_a_loss_of_the_users_that_is_none_is_one_line(tmp_path, algorithm, says)
         coterie.train(config, quiet=True)
 
 
+class Unclosable(A2C):
+    def close(self):
+        raise OSError("a file of mine")
+
+
+def test_a_part_that_cannot_be_closed_hides_nothing(tmp_path, capsys):
+    config = presets.a2c("CartPole-v1", steps=64, out=str(tmp_path / "run"), algorithm=Unclosable, **SMALL)
+    assert coterie.train(config)["status"] == "finished"
+    assert "a part of the run cannot be closed: OSError: a file of mine" in capsys.readouterr().out
+
+
 def broken(*args):
     raise KeyError("key")
 
