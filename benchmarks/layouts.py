@@ -68,7 +68,7 @@ CPU = {
     for net, precision, (layout, options) in product(("a3c", "nature"), ("fp32", "bf16"), LAYOUTS.items())
 }
 VECTORS = {
-    f"{preset}, {env}, fp32": f"{preset} --env {env}{'' if preset == 'impala' else ' --learners 1'}"
+    f"{preset}, {env}, fp32": f"{preset} --env {env} --precision fp32{'' if preset == 'impala' else ' --learners 1'}"
     for preset, env in (
         ("ppo", "LunarLander-v3"),
         ("ppo", "CartPole-v1"),
@@ -102,10 +102,10 @@ def describe_rates(result: dict[str, Any]) -> str:
     return f"{', '.join(rates)}; {reached}; {result['core_us_per_step']} {result['stages']}"
 
 
-def table(found: dict[str, Any], name: str) -> str:
-    machine, first = found["machine"], "layout | net" if name == "layouts" else "preset | env"
+def table(found: dict[str, Any], page: str) -> str:
+    machine, first = found["machine"], "layout | net" if page == "layouts" else "preset | env"
     lines = [
-        f"{machine['processor']}, {machine['cores']} cores; {found['recorded']}; [raw data](data/{name}.json).",
+        f"{machine['processor']}, {machine['cores']} cores; {found['recorded']}; [raw data](data/{page}.json).",
         "",
         f"| {first}, precision | env only | acting | training (range) | / env only | / ceiling | spread | turns |",
         "|---|---|---|---|---|---|---|---|---|",

@@ -54,7 +54,7 @@ _TWO = ("--learners", "2", "--env.num-envs", "16")  # 32 envs in all
 _NATURE = ("--env", "Breakout-v5", "--model.torso", "nature")
 _64 = ("--env.num-envs", "64")
 _DQN = ("dqn", *_NATURE, "--env.num-envs", "16", "--replay.capacity", "20000", "--q.learn-start", "1000")
-_SIXTEEN, _ONE, _128 = ("--envs", "16"), ("--envs", "1"), ("--envs", "128")
+_SIXTEEN, _ONE, _MANY = ("--envs", "16"), ("--envs", "1"), ("--envs", "128")
 CASES: dict[str, tuple[str, list[Entry]]] = {
     "lunar-ppo": (
         "PPO, LunarLander, 64-64, 4 epochs",
@@ -86,7 +86,7 @@ CASES: dict[str, tuple[str, list[Entry]]] = {
             coterie("a2c, 128 envs", "fp32", "a2c", *_NATURE, "--env.num-envs", "128"),
             peer("Sample Factory APPO", "EnvPool", "sample-factory", "appo.py", "breakout"),
             peer("Stable-Baselines3 A2C", "EnvPool", "sb3", "sb3.py", "breakout", "a2c", "envpool"),
-            peer("Stable-Baselines3 A2C, 128 envs", "EnvPool", "sb3", "sb3.py", "breakout", "a2c", "envpool", *_128),
+            peer("Stable-Baselines3 A2C, 128 envs", "EnvPool", "sb3", "sb3.py", "breakout", "a2c", "envpool", *_MANY),
             peer("Stable-Baselines3 A2C", "gymnasium", "sb3", "sb3.py", "breakout", "a2c", "gymnasium"),
             peer("RLlib IMPALA", "gymnasium", "rllib", "impala.py", "breakout"),
         ],

@@ -11,13 +11,13 @@ import torch
 from coterie.models.base import Model
 from coterie.parallel.gpu import finish_kernels
 
-Twin = tuple[Model, Callable[[], None]]  # a copy of the network for acting, and a call that updates it
+ActingCopy = tuple[Model, Callable[[], None]]  # a copy of the network for acting, and a call that updates it
 
 
 class DoubleBufferedModel:
     """The newest weights for one acting thread, updated by another thread without waiting for it."""
 
-    def __init__(self, copies: Sequence[Twin], device: torch.device) -> None:
+    def __init__(self, copies: Sequence[ActingCopy], device: torch.device) -> None:
         self.copies, self.device = copies, device
         self.published = 0  # calls of `publish`
         self._newest, self._in_use, self._version = 0, -1, (0, 0)

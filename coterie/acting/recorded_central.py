@@ -73,7 +73,7 @@ class RecordedCentral(Central):
         self.env_steps = 0
         self.opening = {event[0]: event[1:] for event in life.of("open")}
         self.hosts: dict[tuple[int, int], Any] = {}  # by number and life
-        self.streams_by_serial: dict[int, RecordedStream] = {}  # by serial
+        self.streams_by_serial: dict[int, RecordedStream] = {}
         self.waiting: dict[int, InferenceRequest] = {}  # that have to be answered with newer weights
 
     def set_exploration_steps(self) -> int:

@@ -134,7 +134,7 @@ def resolve_config(config: Config, cores: int = 0) -> ResolvedConfig:
         learners = 1 if exchange.one_learner else least if gpus < 2 else gpus
     config = replace(config, learners=learners)
     if kind.has_children:
-        cores = max(1, cores - min(gpus, learners))  # one core drives each GPU, see `place`
+        cores = max(1, cores - min(gpus, learners))  # one core drives each GPU, see `assign_cores`
     if not config.env.num_envs:
         config = replace(config, env=replace(config.env, num_envs=simulators(config, learners, cores)))
     actors = config.actors

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NoReturn
@@ -87,8 +87,10 @@ def together_declared(env: config.Env) -> Declared:
     for name, value in {"on_error": "fail", "action_repeat": 1, "decorrelate": 0}.items():
         if getattr(env, name) != value:
             raise ConfigError(f"env.{name}: must be {value}; env.backend {label(env.backend)} steps all envs together")
-    with closing(make_together(env, [0])) as made:
-        return made.declared
+    made = make_together(env, [0])
+    with suppress(Exception):  # it was of use
+        made.close()
+    return made.declared
 
 
 class VectorBackend(Backend):

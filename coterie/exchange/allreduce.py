@@ -46,6 +46,8 @@ _BAD, _ROWS, _ORDER, _STOP, _LEARNERS, _LR, _JOIN, _BROKEN = range(_FLAGS := 8) 
 class AllReduce(Solo):
     """The exchange of one of a machine's learners. `across`: the group with other machines, if any."""
 
+    counts_alike = True
+
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         peers = setup.peers
@@ -103,7 +105,7 @@ class AllReduce(Solo):
             params.grad.zero_()
         several = self._message(params, params.bucket, bad is not None, lr)
         if several and (bad is not None or self.guard.skip or self.across is None):
-            if bad is None and self.guard.raises:  # the other learner's error is the reason
+            if bad is None and self.guard.raises and self.across is None:  # the other's error is the reason
                 raise PeerLost("allreduce: the gradient of another learner is not finite")
             self.guard.refuse(bad or "another learner", params)
             return float("nan")

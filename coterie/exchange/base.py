@@ -74,6 +74,7 @@ class Exchange(ABC):
     guard: GradientGuard
     board: Board
     rank: int  # this learner's row of the board
+    counts_alike = False  # whether `env_steps` is the same number in all learners, after each learner step
 
     @property
     def env_steps(self) -> int:

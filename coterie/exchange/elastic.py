@@ -137,17 +137,17 @@ class MachineGroup:
             self._listen()
         client = self.client = self.client or RendezvousClient(self.machine, self.name)
         main = self._wait_for(client, lambda: client.store)
-        if main is None or (place := self._membership(client)) is None:
+        if main is None or (member := self._membership(client)) is None:
             return
-        self.number, self.size = place.group, place.size
-        client.enter(place.group)
-        store = PrefixStore(f"group/{place.group}", main)
+        self.number, self.size = member.group, member.size
+        client.enter(member.group)
+        store = PrefixStore(f"group/{member.group}", main)
         os.environ["GLOO_SOCKET_IFNAME"] = interface(client.own)  # or Gloo takes the address of the host's name
-        self.group = dist.ProcessGroupGloo(store, place.rank, place.size, timedelta(seconds=self.timing.form))
+        self.group = dist.ProcessGroupGloo(store, member.rank, member.size, timedelta(seconds=self.timing.form))
         self.broken = False
         taken = [torch.tensor([self.sums]), *(tensor.clone() for tensor in state)]
         how = dist.BroadcastOptions()
-        how.rootRank, how.timeout = place.source, timedelta(seconds=self.machine.patience)
+        how.rootRank, how.timeout = member.source, timedelta(seconds=self.machine.patience)
         for tensor in taken:
             self._carry_out(tensor, lambda x: self.group.broadcast([x], how))
             if self.broken:
@@ -155,8 +155,8 @@ class MachineGroup:
         self.sums = int(taken[0])  # all of it, or nothing
         for tensor, new in zip(state, taken[1:], strict=True):
             tensor.copy_(new)
-        if place.rank == 0:
-            self.report(f"allreduce: a group of {place.size} machines")
+        if member.rank == 0:
+            self.report(f"allreduce: a group of {member.size} machines")
 
     def _membership(self, client: RendezvousClient) -> GroupMembership | None:
         """Request a place and wait for it; None once this run ends or trains alone."""

@@ -11,6 +11,7 @@ from coterie.build.validity import check
 from coterie.config import ResolvedConfig
 from coterie.envs.make import make_spec
 from coterie.envs.vector import APART
+from coterie.exchange.table import exchange_kind
 from coterie.parallel.hardware import available_cores
 from coterie.replay.storage import require_room
 from coterie.types import Spec, counted
@@ -31,7 +32,7 @@ def beyond_its_steps(config: ResolvedConfig) -> str:
 def crowded(config: ResolvedConfig) -> str:
     """A line where far more processes than cores are asked for."""
     cores, most = len(available_cores()), max(config.learners, config.actors)
-    if gpus_of(config) or most <= 4 * cores:
+    if gpus_of(config) or exchange_kind(config).shared_weights or most <= 4 * cores:
         return ""
     what = "learners" if config.learners == most else "actors"
     return f"{what}: {most} share {counted(cores, 'core')}: no faster than fewer, and each has its own memory"

@@ -179,8 +179,7 @@ def _go(
         if learner is not None:
             opened.callback(learner.close)
         kind.mixing(config, config.learners)  # a topology that cannot be read is refused before anything is written
-        link = _link(config, spec, saved is not None, starting)
-        if link is not None:
+        if (link := _link(config, spec, saved is not None, starting)) is not None:
             opened.callback(link.close, True)
         if learner is not None:
             if saved is not None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from coterie.parallel.clock import awake
 from coterie.parallel.seqlock import Seqlock
-from coterie.parallel.shm import InSharedMemory, Layout, fence
+from coterie.parallel.shm import InSharedMemory, Layout
 from coterie.types import Array, CoterieError
 
 #: What each learner, and each actor, counts. `produced`: rows acted; `delivered`: those that an actor has handed to its
@@ -24,7 +24,7 @@ COUNTS = (
     "produced", "delivered", "started", "learned", "masked", "learner_steps", "samples_trained",
     "policy_lag_max", "skipped", "replaced", "episodes", "dropped", "in_flight",
 )  # fmt: skip
-# Bits of an order: write a checkpoint; evaluate before it; end the run after it; do not train after it.
+# Bits of an order, below 16: write a checkpoint; evaluate before it; end the run after it; do not train after it.
 SAVE, EVALUATE, LAST, HOLD = 1, 2, 4, 8
 _ATTRIBUTES = 4096  # bytes for the attributes that callbacks set
 
@@ -39,7 +39,7 @@ class Board(InSharedMemory):
             "heartbeat": ((rows,), "float64"),
             "alive": ((rows,), "float64"),
             "blocked": ((rows,), "int64"),
-            "order": ((), [(name, "int64") for name in ("number", "what", "stop", "closed", "sealed")]),
+            "order": ((), [(name, "int64") for name in ("order", "stop", "closed", "sealed")]),
             "evaluated": ((1,), "int64"),
             "begun": ((1,), "int64"),
             "arrivals": ((learners,), "int64"),
@@ -88,25 +88,18 @@ class Board(InSharedMemory):
 
     def give(self, what: int) -> int:
         """Order all learners to save, or to save and evaluate; returns the order's number. One order at a time."""
-        self._order["what"] = what
-        fence()  # a learner that reads the number must read what belongs to it
-        self._order["number"] += 1
-        return int(self._order["number"])
+        number = self.order[0] + 1
+        self._order["order"] = number << 4 | what  # in one word: a learner that reads one reads the other
+        return number
 
     @property
     def order(self) -> tuple[int, int]:
         """The number of the latest order, and what it asks for."""
-        while True:
-            number = int(self._order["number"])
-            fence()
-            what = int(self._order["what"])
-            fence()
-            if number == self._order["number"]:  # else a new one was given meanwhile
-                return number, what
+        return divmod(int(self._order["order"]), 16)
 
     def seal(self) -> None:
         """The checkpoint of the latest order is complete."""
-        self._order["sealed"] = self._order["number"]
+        self._order["sealed"] = self.order[0]
 
     @property
     def sealed(self) -> int:
@@ -131,7 +124,7 @@ class Board(InSharedMemory):
 
     def continue_orders(self, before: Board) -> None:
         """Count on from the orders of `before`: no two orders of a run have the same number, or the same draft."""
-        self._order["number"], self._order["sealed"] = before._order["number"], before._order["sealed"]
+        self._order["order"], self._order["sealed"] = before.order[0] << 4, before.sealed
         if before.attributes(0) is not None:  # envs that are made later have them, too
             with self._lock.writing(0):
                 self._attributes[:] = before._attributes

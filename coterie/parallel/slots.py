@@ -19,7 +19,6 @@ from coterie.types import Array
 
 FREE = -1  # a slot that any producer may take
 _PLAIN = ("env_id", "core")  # arrays without a time axis
-_LOCK_S = 30.0  # after which the holder of a lock must have been stopped
 
 
 def columns_of(fields: Mapping[str, Tensor], first: int, count: int) -> dict[str, Tensor]:
@@ -53,7 +52,7 @@ class Slots(InSharedMemory):
             for j in range(self.batches)
         ]
         self.memory = self._shared.memory
-        self.locks = Locks(self._shared.fd, _LOCK_S)
+        self.locks = Locks(self._shared.fd, 0.0)
 
     def __getstate__(self) -> dict[str, object]:
         return {**super().__getstate__(), "width": self.width}

@@ -44,7 +44,7 @@ def _key(x: Tensor) -> _TensorKey:
 
 
 def _keys(x: Any) -> Any:
-    """`x` with places for its tensors."""
+    """`x` with keys for its tensors."""
     if isinstance(x, Tensor):
         return _key(x)
     return type(x)(map(_keys, x)) if isinstance(x, tuple | list) else x
@@ -82,7 +82,7 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls: list[tuple[Callable[..., Any], Any, dict[str, Any], list[_TensorKey]]] = []
         self.reads = {_key(x): x for x in inputs}  # what exists before the calls, the inputs first
         self.made = dict[_TensorKey, Tensor]()
-        self.fleeting = {place.storage for place in self.reads}  # memory that is another one at the next call
+        self.fleeting = {key.storage for key in self.reads}  # memory that is another one at the next call
         self.moving = set(self.fleeting)  # memory whose values differ from call to call
         self.whole = True  # whether these calls are all that makes the results
 
@@ -97,26 +97,26 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten.lift_fresh.default:  # a tensor of Python's numbers is a new one in each call
             func = torch.ops.aten.clone.default
         found = func(*args, **named)
-        places = [_key(x) for x in _tensors(found)]
-        self.whole &= bool(places) and not (_OF_VALUES & set(func.tags) and not _is_lookup(func, args))
-        if func.is_view and (self.made.keys() >= set(places) or lasting >= {place.storage for place in places}):
+        keys = [_key(x) for x in _tensors(found)]
+        self.whole &= bool(keys) and not (_OF_VALUES & set(func.tags) and not _is_lookup(func, args))
+        if func.is_view and (self.made.keys() >= set(keys) or lasting >= {key.storage for key in keys}):
             return found  # what is there already, or memory that stays
-        self.made |= {place: x for place, x in zip(places, _tensors(found), strict=True) if place not in self.reads}
-        self.fleeting |= {place.storage for place in places} - lasting
+        self.made |= {key: x for key, x in zip(keys, _tensors(found), strict=True) if key not in self.reads}
+        self.fleeting |= {key.storage for key in keys} - lasting
         if any(isinstance(x, Generator) for x in (*args, *named.values())) or any(
             _key(x).storage in self.moving | lasting for x in given
         ):
-            self.moving |= {place.storage for place in places}
-        self.calls.append((func, _keys(args), {name: _keys(x) for name, x in named.items()}, places))
+            self.moving |= {key.storage for key in keys}
+        self.calls.append((func, _keys(args), {name: _keys(x) for name, x in named.items()}, keys))
         return found
 
     def mark_read(self, tensors: Iterable[Tensor]) -> set[int]:
         """They are read; returns the memory that is the same at the next call."""
         for x in tensors:
-            if (place := _key(x)) not in self.made and place not in self.reads:
-                self.whole &= place.storage not in self.fleeting
-                self.reads[place] = x
-        return {place.storage for place in self.reads} - self.fleeting
+            if (key := _key(x)) not in self.made and key not in self.reads:
+                self.whole &= key.storage not in self.fleeting
+                self.reads[key] = x
+        return {key.storage for key in self.reads} - self.fleeting
 
     def run_again(self, reads: Sequence[Tensor], results: list[_TensorKey]) -> tuple[Tensor, ...]:
         """The results of the same calls, with others of what they read."""
@@ -127,10 +127,10 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return now[x]
             return type(x)(map(of, x)) if isinstance(x, tuple | list) else x
 
-        for func, args, named, places in self.calls:
+        for func, args, named, keys in self.calls:
             found = func(*of(args), **{name: of(x) for name, x in named.items()})
-            now.update(zip(places, _tensors(found), strict=True))
-        return tuple(now[place] for place in results)
+            now.update(zip(keys, _tensors(found), strict=True))
+        return tuple(now[key] for key in results)
 
 
 def _is_lookup(func: Any, args: Any) -> bool:
@@ -141,7 +141,7 @@ def _is_lookup(func: Any, args: Any) -> bool:
 def trace(function: Flat, tensors: list[Tensor], rngs: Sequence[Generator]) -> tuple[list[Tensor], Flat | None]:
     """Call `function` and record it: its results, and itself as TorchScript, or None where it cannot be recorded."""
     with torch.inference_mode(False):
-        inputs = [x.clone(memory_format=torch.contiguous_format) for x in tensors]  # as places of their own
+        inputs = [x.clone(memory_format=torch.contiguous_format) for x in tensors]  # with memory of their own
     tape, reads = _Tape(inputs), _Reads()
     with reads, tape:
         results = function(inputs)

@@ -75,7 +75,7 @@ class Saved(NamedTuple):
     order: int
     counts: dict[str, int]  # as of that part
     digest: str  # of the last weights
-    env_steps: int = 0  # in lockstep: of the run, as of that part, the same for all parts that fit together
+    env_steps: int = 0  # of the run, where all learners count alike: the same for parts that fit together
 
 
 def learner_process(post: Post, config: ResolvedConfig, folder: Path, context: ProcessContext, start: Start) -> None:
@@ -248,8 +248,8 @@ class LearnerService:
             learner.write_counts()  # nothing acts any more: what is in flight stays so
         self.gauged = 0.0  # read them once more, also in a run that is shorter than the time between two readings
         self.report()  # the checkpoint counts these rows, too
-        # One that is rescued may be a step behind the others: the part that is furthest is taken.
-        exact = exchange_kind(learner.config).in_lockstep and not what & HOLD
+        # Of those that are rescued some may be a step behind: the part that is furthest is taken.
+        exact = learner.exchange.counts_alike and not what & HOLD
         steps = learner.exchange.env_steps if exact else 0
         self.post("saved", Saved(number, learner.counts(), digest, steps))
         self.last = bool(what & LAST)

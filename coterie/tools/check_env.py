@@ -108,6 +108,7 @@ def _check(env: Env, steps: int, render: bool, alive: Callable[[], None] = lambd
         mend["refused"] = str(error)
     except (Exception, SystemExit) as error:
         mend["raised"] = f"it raises {raised(error)}"
+    alive()
     if spec.masked and (edges.mask or spec.agents == 1):
         facts.append("gymnasium's or PettingZoo's checker was left out: it does not know this action mask")
     elif not (pool or together):
@@ -121,7 +122,7 @@ def _by_checker(env: Env) -> Iterator[str]:
         package = "pettingzoo" if made.spec.agents > 1 else "gymnasium"
         try:
             if package == "pettingzoo":
-                importlib.import_module("pettingzoo.test").parallel_api_test(made.env.env)
+                importlib.import_module("pettingzoo.test").parallel_api_test(made.env.env, num_cycles=_SAME)
             else:
                 env_checker.check_env(made.env, skip_render_check=True, skip_close_check=True)
         except (Exception, SystemExit) as error:

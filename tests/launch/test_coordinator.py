@@ -19,7 +19,6 @@ from coterie.build.evaluate import Scores
 from coterie.envs.news import EnvNews, Means
 from coterie.launch import coordinator, retries
 from coterie.launch.coordinator import Coordinator
-from coterie.launch.rescue import Rescue
 from coterie.parallel.board import EVALUATE, LAST, SAVE, Board
 from coterie.roles.entry import LearnerReport, Saved
 from coterie.runs import checkpoint
@@ -230,34 +229,6 @@ def test_an_order_that_a_learner_does_not_answer_is_given_up_and_given_again(
     now[0] += 60
     run.poll()
     assert run.order == (first or 0) + 1
-
-
-def test_parts_of_two_steps_are_not_one_checkpoint(run: Coordinator) -> None:
-    """In lockstep, a learner that started late has carried out the order before its first step."""
-    run.order_checkpoint()
-    first = run.order or 0
-    for rank, steps in ((0, 640), (1, 0)):
-        run.receive(rank, "saved", Saved(first, run.board.read(rank), "", steps))
-    assert run.board.sealed < first
-    assert run.order == first + 1, "a new order, for all"
-    save(run, 640)
-    assert run.board.sealed == first + 1
-
-
-def test_a_rescue_whose_time_is_over_takes_what_is_there(tmp_path: Path) -> None:
-    """In lockstep the part of one learner holds everything."""
-    config = make_config(learners=3, exchange="allreduce", steps=100_000, **{"log.tensorboard": False})
-    run = Coordinator(config, tmp_path, VECTOR, Board(3), state=None, quiet=True)
-    run.poll()
-    save(run, 0, range(3))
-    rescue = Rescue(run, "learner 2 was killed")
-    rescue.lose(2, None)
-    save(run, 64, [1])
-    assert not rescue.is_over
-    rescue.settle()
-    assert rescue.is_over
-    assert run.board.sealed == rescue.order
-    run.writer.close()
 
 
 def test_an_evaluation_of_which_all_messages_are_lost_is_made_again(run: Coordinator, now: list[float]) -> None:

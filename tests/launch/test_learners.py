@@ -6,9 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from contextlib import closing
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,22 +13,16 @@ import torch
 
 import coterie
 from coterie.build import warm_start
-from coterie.build.factory import ProcessContext, make_model, normalizers
+from coterie.build.factory import make_model, normalizers
 from coterie.build.resources import resolve_config
 from coterie.build.warm_start import first_model
 from coterie.cli.main import main
 from coterie.envs.make import make_spec
-from coterie.launch import session, supervisor
+from coterie.launch import session
 from coterie.launch.placement import Placement
-from coterie.launch.supervisor import Supervisor
-from coterie.parallel.board import HOLD, SAVE, Board
 from coterie.parallel.params import FlatParams
-from coterie.parallel.processes import PeerLost
-from coterie.roles.entry import LearnerService
-from coterie.roles.learner_process import LearnerProcess
 from coterie.runs import checkpoint
 from coterie.runs.metrics import read_metrics
-from tests.conftest import make_config
 from tests.support.runs import (
     ROLLOUT,
     central_options,
@@ -267,40 +258,3 @@ def test_learners_that_only_fill_their_replays_agree_on_orders_and_the_end(tmp_p
     assert summary["learner_steps"] == 0
     scored = [line["env_steps"] for line in read_metrics(out) if "eval/return" in line]
     assert len(scored) == len(set(scored)) >= 1
-
-
-def test_a_learner_that_lost_another_carries_out_the_rescue_and_not_an_older_order(tmp_path, monkeypatch):
-    board, posted = Board(1), list[tuple[str, object]]()
-    config = resolve_config(make_config(learners=1, **{"log.stall": 1.0, "log.flight": False}))
-    with closing(LearnerProcess(config, 0, ProcessContext(board=board, folder=tmp_path))) as learner:
-        service = LearnerService(learner, tmp_path, lambda kind, content: posted.append((kind, content)))
-
-        def lose(on_rollout: object) -> None:
-            board.give(SAVE)
-            checkpoint.open_draft(service.root, "order_2")
-            threading.Timer(0.3, board.give, (SAVE | HOLD,)).start()
-            raise PeerLost("another learner is gone")
-
-        monkeypatch.setattr(learner, "run", lose)
-        with pytest.raises(PeerLost):
-            service.run()
-    assert [content.order for kind, content in posted if kind == "saved"] == [2]
-
-
-def test_a_run_that_stops_is_not_starved_while_rows_are_produced(monkeypatch):
-    now, board = [0.0], Board(1)
-    monkeypatch.setattr(supervisor, "awake", lambda: now[0])
-    run = SimpleNamespace(board=board, over=False, idle=set(), members={0})
-    parent = SimpleNamespace(run=run, waiting=(0.0, 0))
-    board.stop()
-    with board.blocked(0):
-        for seconds, produced, starved in (
-            (15, 0, False),
-            (30, 0, True),
-            (35, 8, False),
-            (50, 9, False),
-            (80, 9, True),
-        ):
-            now[0] = seconds
-            board.write(0, {"produced": produced})
-            assert Supervisor._is_starved(parent) == bool(starved)

@@ -14,7 +14,7 @@ from coterie.exchange.gossip import Gossip
 from coterie.exchange.shared_weights import Staleness
 from coterie.exchange.solo import Solo
 from coterie.parallel import clock
-from coterie.parallel.board import COUNTS, EVALUATE, LAST, SAVE, Board
+from coterie.parallel.board import COUNTS, EVALUATE, HOLD, LAST, SAVE, Board
 from coterie.parallel.clock import Budget
 from coterie.parallel.heartbeats import Heartbeats, shown_alive
 from coterie.parallel.processes import listen
@@ -66,21 +66,17 @@ def test_steps_of_the_whole_run():
     assert lockstep.env_steps == 321  # three that do as much
 
 
-def test_an_order_is_written_before_its_number_and_read_after_it(monkeypatch):
-    """On every processor: a learner that sees the number must see what belongs to it."""
-    board, at_fence = Board(1), list[tuple[int, int]]()
-
-    def fence() -> None:
-        monkeypatch.setattr("coterie.parallel.board.fence", lambda: None)
-        at_fence.append(board.order)
-        board.give(LAST)
-
-    monkeypatch.setattr("coterie.parallel.board.fence", fence)
-    board.give(SAVE)
-    assert at_fence == [(0, SAVE)]
-    monkeypatch.setattr("coterie.parallel.board.fence", fence)
-    before = board.order[0]
-    assert (before, board.order) == (2, (3, LAST))
+def test_an_order_has_a_number_and_what_it_asks_for_in_one_word() -> None:
+    """On every processor: a learner that sees the number sees what belongs to it."""
+    board, after = Board(1), Board(1)
+    assert board.order == (0, 0)
+    assert [board.give(what) for what in (SAVE, SAVE | EVALUATE | LAST | HOLD)] == [1, 2]
+    assert board.order == (2, SAVE | EVALUATE | LAST | HOLD)
+    board.seal()
+    board.set_attribute("level", 3)
+    after.continue_orders(board)  # all learners have started again
+    assert (after.order, after.sealed) == ((2, 0), 2)
+    assert (after.attributes(0) or (0, {}))[1] == {"level": 3}
 
 
 def meet_often(post: Post, board: Board, rank: int) -> None:

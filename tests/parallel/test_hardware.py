@@ -12,7 +12,7 @@ import sys
 import psutil
 import pytest
 
-from coterie.parallel.hardware import Place, available_cores, machine_memory, place
+from coterie.parallel.hardware import CoreAssignment, assign_cores, available_cores, machine_memory
 
 
 @pytest.mark.parametrize(
@@ -28,14 +28,14 @@ from coterie.parallel.hardware import Place, available_cores, machine_memory, pl
     ],
 )
 def test_cores_are_shared_out_in_order_and_one_of_each_gpu_is_kept_for_driving_it(learners, cores, gpus, expected):
-    assert place(learners, cores, gpus) == [Place(*each) for each in expected]
+    assert assign_cores(learners, cores, gpus) == [CoreAssignment(*each) for each in expected]
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 2, 3, 8])
 def test_cores_are_shared_out_evenly_on_any_machine(gpus):
     for learners, count in itertools.product(range(1, 13), range(1, 17)):
         cores = list(range(100, 100 + 2 * count, 2))
-        places = place(learners, cores, gpus)
+        places = assign_cores(learners, cores, gpus)
         used = min(gpus, learners)
         assert [p.gpu for p in places] == [i % used if gpus else -1 for i in range(learners)]
         assert all(len(set(p.cores)) == len(p.cores) > 0 for p in places)

@@ -268,7 +268,7 @@ def act(
     mailbox.board, mailbox.row, mailbox.number = context.board, row, number
     none = cast(Any, None)
     mailbox.check = partial(check, WorkerSetup(none, none, context.board, context.rank, number, row, 1e9))
-    mailbox.life = mailbox.filled = 0
+    mailbox.life_number = mailbox.filled = 0
     mailbox.learner, mailbox.timeout, mailbox.stages, mailbox.recorders = context.rank, 1e9, Stages(), defaultdict()
     counts = context.board.counts[row]
     mailbox.recorders.default_factory = lambda: None  # type: ignore[assignment]

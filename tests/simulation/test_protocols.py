@@ -18,7 +18,7 @@ from torch import Tensor
 from coterie.acting.central_stream import EnvStream, EnvStreams
 from coterie.exchange import elastic
 from coterie.exchange.mailboxes import Relay
-from coterie.exchange.rendezvous import Place, RendezvousClient
+from coterie.exchange.rendezvous import GroupMembership, RendezvousClient
 from coterie.exchange.signed_store import SignedStore
 from coterie.launch.coordinator import Coordinator
 from coterie.launch.ledger import Ledger
@@ -129,8 +129,8 @@ def test_a_run_whose_learners_all_die_after_a_signal_is_interrupted(kind: type[R
     assert run.over["status"] == "interrupted"
 
 
-def the_first_has_the_weights(**place: int) -> Place:
-    return Place(**{**place, "source": 0})
+def the_first_has_the_weights(**place: int) -> GroupMembership:
+    return GroupMembership(**{**place, "source": 0})
 
 
 def evaluate_for_ever(self: Coordinator, follow: Any = Coordinator._follow_order) -> None:
@@ -189,7 +189,9 @@ SLOW = pytest.mark.slow  # it takes more than 100 seeds
         pytest.param(RemoteActors, RolloutService, "forget", lambda *_: None, id="an actor that is gone has a place"),
         pytest.param(RemoteActors, RemoteSink, "deliver", sent_again, id="a rollout is sent again after a loss"),
         pytest.param(RemoteActors, RemoteSink, "_connect", keeps_its_version, id="weights of a lost learner are kept"),
-        pytest.param(Rings, elastic, "Place", the_first_has_the_weights, id="machines go back to old weights"),
+        pytest.param(
+            Rings, elastic, "GroupMembership", the_first_has_the_weights, id="machines go back to old weights"
+        ),
         pytest.param(Rings, SignedStore, "get", lambda self, key: self.store.get(key)[32:], id="values are not signed"),
         pytest.param(Rings, RendezvousClient, "silent", "", id="a lost listening machine is waited for"),
     ],

@@ -19,11 +19,11 @@ from coterie.wire.codec import (
     INFO_BYTES,
     WHOLE,
     Frame,
-    Layout,
+    FrameLayout,
     Newest,
     Refused,
-    Tensor,
     TensorMessage,
+    TensorSpec,
     layout_from,
     pack_info,
     timestep_layout,
@@ -47,22 +47,22 @@ def message(name: str = "x", dtype: str = "uint8", shape: tuple[int, ...] = (2,)
 
 
 @st.composite
-def layouts(draw: st.DrawFn, least: int = 0) -> Layout:
+def layouts(draw: st.DrawFn, least: int = 0) -> FrameLayout:
     """Any agreed frame: scalars, tensors of only some rows, axes of `least` and more."""
-    tensors: list[Tensor] = []
-    masks: list[Tensor] = []
+    tensors: list[TensorSpec] = []
+    masks: list[TensorSpec] = []
     for k in range(draw(st.integers(0, 5))):
         dtype = draw(st.sampled_from(DTYPES))
         shape = tuple(draw(st.lists(st.integers(least, 3), max_size=4)))
         rows = draw(st.sampled_from(masks)).name if masks and shape and draw(st.booleans()) else ""
-        tensors.append(Tensor(f"t{k}", dtype, (0, *shape[1:]) if rows else shape, rows))
+        tensors.append(TensorSpec(f"t{k}", dtype, (0, *shape[1:]) if rows else shape, rows))
         if dtype == "bool" and not rows:
             masks.append(tensors[-1])
-    return Layout(tensors)
+    return FrameLayout(tensors)
 
 
 @st.composite
-def frames(draw: st.DrawFn) -> tuple[Layout, dict[str, Array]]:
+def frames(draw: st.DrawFn) -> tuple[FrameLayout, dict[str, Array]]:
     layout, content = draw(layouts()), dict[str, Array]()
     for t in layout.tensors:
         shape = (int(content[t.rows].sum()), *t.shape[1:]) if t.rows else t.shape
@@ -72,7 +72,7 @@ def frames(draw: st.DrawFn) -> tuple[Layout, dict[str, Array]]:
 
 @given(frames())
 @settings(max_examples=100, derandomize=True)
-def test_packed_frames_are_unpacked_unchanged(frame: tuple[Layout, dict[str, Array]]):
+def test_packed_frames_are_unpacked_unchanged(frame: tuple[FrameLayout, dict[str, Array]]):
     layout, content = frame
     data = layout.pack(content)
     assert len(data) <= layout.most
@@ -85,7 +85,7 @@ def test_packed_frames_are_unpacked_unchanged(frame: tuple[Layout, dict[str, Arr
 
 @given(frames(), st.data())
 @settings(max_examples=100, derandomize=True)
-def test_a_frame_of_any_other_length_is_refused(frame: tuple[Layout, dict[str, Array]], draw: st.DataObject):
+def test_a_frame_of_any_other_length_is_refused(frame: tuple[FrameLayout, dict[str, Array]], draw: st.DataObject):
     layout, content = frame
     data = layout.pack(content)
     with pytest.raises(Refused, match="more than declared"):
@@ -96,7 +96,7 @@ def test_a_frame_of_any_other_length_is_refused(frame: tuple[Layout, dict[str, A
 
 
 def test_a_bool_byte_that_is_neither_0_nor_1_is_true():
-    layout = Layout([Tensor("m", "bool", (3,)), Tensor("x", "uint8", (0,), "m")])
+    layout = FrameLayout([TensorSpec("m", "bool", (3,)), TensorSpec("x", "uint8", (0,), "m")])
     back = layout.unpack(bytes([7, 0, 255, 10, 11]))
     assert back["m"].tobytes() == bytes([1, 0, 1])
     assert back["x"].tolist() == [10, 11]

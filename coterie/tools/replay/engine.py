@@ -152,8 +152,8 @@ class Replay:
         learner = LearnerProcess(config, header["life"], context)
 
         def keep() -> None:
-            if (place := (rank, learner.progress.learner_steps)) in self.wanted:
-                now, known = learner.tensors(), self.snapshots.setdefault(place, [])
+            if (at := (rank, learner.progress.learner_steps)) in self.wanted:
+                now, known = learner.tensors(), self.snapshots.setdefault(at, [])
                 if not known or digest_of_state(now) != digest_of_state(known[-1]):
                     known.append(copied(now))
 
