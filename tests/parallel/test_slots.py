@@ -47,6 +47,24 @@ def test_the_oldest_open_slot_is_taken_and_a_batch_is_full_when_all_are():
     assert [slots.take(5), slots.take(6), slots.take(7)] == [(0, 1), (0, 2), (1, 0)]
 
 
+def hold(post: Post, slots: Slots) -> None:
+    with slots.locks.held(0):
+        slots.origin[0, 0] = 1
+        time.sleep(PATIENCE)
+
+
+def test_a_holder_of_the_lock_that_is_stopped_delays_no_other_producer():
+    slots = make()
+    slots.open(0, 0)
+    child = start(hold, slots)
+    wait_until(lambda: slots.origin[0, 0].all())
+    begin = time.monotonic()
+    assert slots.take(0) is None
+    assert time.monotonic() - begin < PATIENCE / 2
+    child.kill()
+    wait_until(lambda: slots.take(0) == (0, 0))
+
+
 def test_deliveries_of_a_producer_that_was_killed_before_it_counted_them_are_known():
     slots = Slots(LAYOUT, 2, 6, 2, producers=3)
     slots.open(0, 0)
