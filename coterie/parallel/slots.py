@@ -81,7 +81,7 @@ class Slots(InSharedMemory):
             return at
         if not (empty & (self.holder == FREE)).any():
             return None
-        if not self.locks.take(0, wait=False):  # the next call may have it; a holder that is stopped delays no others
+        if not self.locks.take(0, wait=False):  # a stopped holder delays no other producer
             return None
         try:
             at = self._oldest((self.full != self.ticket) & (self.holder == FREE))
