@@ -10,8 +10,7 @@ KINDS = ("replaced", "set")
 
 class EnvEvents:
     """The events of some groups of envs: kind, first env of the group, answers that it had from its envs since they
-    were made, then the instances or the attributes. `note` takes them for a flight record; `recorded` ones are
-    repeated.
+    were made, then the instances or the attributes. `note` takes them for a record; `recorded` are repeated.
     """
 
     def __init__(self, note: Callable[..., None] = lambda *event: None, recorded: Iterable[list[Any]] = ()) -> None:

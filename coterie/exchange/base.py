@@ -38,8 +38,7 @@ class GradientGuard:
     """Clips gradients. A non-finite one raises, or is dropped and counted in `skipped`."""
 
     def __init__(self, max_grad_norm: float, skip: bool) -> None:
-        self.max_grad_norm, self.skip, self.skipped = max_grad_norm, skip, 0
-        self.in_a_row = 0
+        self.max_grad_norm, self.skip, self.skipped, self.in_a_row = max_grad_norm, skip, 0, 0
 
     def clip(self, params: FlatParams) -> tuple[float, bool]:
         """The norm before clipping, and whether the gradient may be used; one that may not is cleared."""
