@@ -88,9 +88,8 @@ class Board(InSharedMemory):
 
     def give(self, what: int) -> int:
         """Order all learners to save, or to save and evaluate; returns the order's number. One order at a time."""
-        number = self.order[0] + 1
-        self._order["order"] = number << 4 | what  # in one word: a learner that reads one reads the other
-        return number
+        self._order["order"] = (self.order[0] + 1) << 4 | what  # one word: a learner that reads one reads the other
+        return self.order[0]
 
     @property
     def order(self) -> tuple[int, int]:

@@ -138,7 +138,7 @@ def test_a_learner_reads_only_the_part_that_it_continues_from(tmp_path: Path) ->
     with pytest.raises(CoterieError, match=r"learner_0/model\.safetensors has 0 bytes instead of"):
         checkpoint.load_part(path, 2, False, 60.0)
     (path / "learner_0" / "model.safetensors").write_bytes(whole)
-    assert checkpoint.load_part(path, 2, False, 60.0).of == 0
+    assert checkpoint.load_part(path, 2, False, 60.0).rank == 0
 
 
 @pytest.mark.parametrize("name", FILES)

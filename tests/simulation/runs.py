@@ -25,7 +25,7 @@ from coterie.build.resources import resolve_config
 from coterie.exchange import gossip
 from coterie.launch import rescue, supervisor
 from coterie.launch.coordinator import Coordinator
-from coterie.parallel import board, seqlock
+from coterie.parallel import seqlock
 from coterie.parallel.board import Board
 from coterie.roles import entry
 from coterie.roles.entry import LearnerService
@@ -68,7 +68,7 @@ class RunSimulation(Simulation):
         put(entry, "rss_mb", lambda: 1.0)
         put(rescue, "answered", lambda call, seconds: call())  # all threads are the scheduler's
         put(entry, "evaluate", self.evaluate)
-        for module in (board, seqlock, gossip):
+        for module in (seqlock, gossip):
             put(module, "fence", scheduler.pause)
         save, seal = checkpoint.save_file, checkpoint.seal
 
