@@ -84,6 +84,7 @@ def changes(*words: str) -> Record:
     return {name: value for name, value in values(config_of([*words])).items() if value != before.get(name)}
 
 
+@functools.cache
 def own_defaults() -> Record:
     return values(Config())
 

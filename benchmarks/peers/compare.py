@@ -6,7 +6,7 @@
 Run it on an otherwise idle machine. Each case has one net and one number of passes over each sample. All frameworks
 train in fp32; Coterie is also measured in bf16 where that is its default. The median of the turns counts. `--page`
 writes the tables of docs/benchmarks/speed.md and docs/benchmarks/data/peers.json. Results of another processor in that
-file are moved to peers-before.json.
+file are moved to one with their date in its name.
 """
 
 from __future__ import annotations
@@ -147,12 +147,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--page", action="store_true")
     options = parser.parse_args()
+    if options.page and options.out:
+        parser.error("--page: its tables are those of docs/benchmarks/data/peers.json: leave out --out")
     out = options.out or DATA
     before = json.loads(out.read_text()) if out.exists() else {}
     about = {"processor": machine.describe()["processor"]}
     results = before.get("cases", {})
     if before and before["processor"] != about["processor"]:
-        out.rename(out.with_stem(f"{out.stem}-before"))
+        aside = out.with_stem(f"{out.stem}-{max(case['date'] for case in results.values())}")
+        if aside.exists():
+            parser.error(f"--out: {out} is of another processor, and {aside.name} exists")
+        out.rename(aside)
         results = {}
     for case in options.cases or CASES:
         title, entries = CASES[case]
