@@ -77,7 +77,7 @@ def machines(records: Sequence[Record]) -> str:
     """Cores, and the processor where it was recorded."""
     found = set()
     for machine in (record["machine"] for record in records):
-        name = (machine.get("processor") or "").replace("(R)", "").partition(" Processor")[0]
+        name = (machine.get("processor") or "").replace("(R)", "").replace(" Processor", "")
         found.add(f"{machine['cores']} x {name}" if name else counted(machine["cores"], "core"))
     return ", ".join(sorted(found))
 

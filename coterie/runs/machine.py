@@ -48,11 +48,12 @@ def arithmetic(device: str) -> dict[str, str]:
 
 
 def processor() -> str:
-    """The processor's name."""
+    """The processor's name; on x86 with family and model, as virtual machines give all generations one name."""
     with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+        found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+        if name := found.get("model name"):
+            return f"{name} (family {found['cpu family']}, model {found['model']})" if "cpu family" in found else name
     return platform.processor() or platform.machine()
 
 
