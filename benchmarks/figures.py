@@ -45,7 +45,7 @@ def cost(budget: Path) -> tuple[int, float, float]:
     """
     summaries = [json.loads(path.read_text()) for path in budget.glob("runs/*/summary.json")]
     steps, seconds = sum(one["env_steps"] for one in summaries), sum(one["seconds"] for one in summaries)
-    return steps, float(("smoke", "small", "full").index(budget.name)) if not steps else 0.0, seconds
+    return steps, float(("smoke", "small", "full").index(budget.name.partition("-")[0])) if not steps else 0.0, seconds
 
 
 def section(name: str, budget: Path) -> str:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.flight.record import FlightRecorder
-from coterie.instruments.flight import Schedule
+from coterie.roles.life import FlightNotes
 
 RUNS = {
     "a2c": "a2c --env CartPole-v1",
@@ -71,7 +71,7 @@ def time_the_record(folder: Path) -> None:
             (folder / str(os.getpid())).write_text(str(sum(spent.values()) + writer))
 
     FlightRecorder.note = noted  # type: ignore[method-assign]
-    for owner, name in ((FlightRecorder, "note"), (Schedule, "begin"), (Schedule, "step")):
+    for owner, name in ((FlightRecorder, "note"), (FlightNotes, "begin"), (FlightNotes, "step")):
         timed(owner, name)
 
 

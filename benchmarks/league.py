@@ -41,15 +41,19 @@ def call(command: list[str], quiet: bool = False) -> str:
     checkpoint. Returns what it prints if `quiet`. Raises `CalledProcessError`.
     """
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE if quiet else None, text=True) as process:
-        old = {
-            signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: process.terminate()),
-            signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: None),  # the terminal sends it to the run, too
-        }
+        stopped = list[int]()
+
+        def stop(number: int, frame: object) -> None:
+            stopped.append(number)
+            if number == signal.SIGTERM:  # the terminal sends SIGINT to the run, too
+                process.terminate()
+
+        old = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
         out, _ = process.communicate()
         for number, handler in old.items():
             signal.signal(number, handler)
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command)
+    if process.returncode or stopped:
+        raise subprocess.CalledProcessError(75 if stopped else process.returncode, command)
     return out or ""
 
 

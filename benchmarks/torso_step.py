@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coterie.algorithms.base import Compute
+from coterie.build.precision import bf16_pays
 from coterie.config import Model
 from coterie.models.mlp import compute_dtype
 from coterie.models.torsos import Frames, build_torso
@@ -82,6 +83,8 @@ def main() -> None:
     os.sched_setaffinity(0, available_cores()[:1])
     rows = []
     for torso, samples, precision in CASES:
+        if precision == "bf16" and not bf16_pays("cpu"):
+            continue
         found: dict[str, list[list[float]]] = {"before": [], "now": []}
         for when in list(found) * options.turns:
             call = [sys.executable, __file__, "--one", torso, str(samples), precision, when]

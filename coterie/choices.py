@@ -11,7 +11,7 @@ from pkgutil import resolve_name
 from typing import TypeVar
 
 from coterie.config import Config
-from coterie.plugins import importing, reach
+from coterie.plugins import importing, prepare_import
 from coterie.types import ConfigError
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ def choose(table: Choices[T], part: str, name: str, config: Config) -> T:
     """The choice that a config names, after the modules were imported that may have registered it."""
     for module in config.plugins.modules:
         with importing("plugins.modules", module):
-            reach("plugins.modules", module)
+            prepare_import("plugins.modules", module)
             importlib.import_module(module)
     if name not in table:
         own = "; one of your own is package.module:Class, or a module of plugins.modules registers it"

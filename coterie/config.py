@@ -142,13 +142,13 @@ class PPO:
     """PPO."""
 
     epochs: Positive = 4  # passes over a rollout
-    minibatch_size: Positive = 256  # samples, at least: a rollout is cut into equal minibatches
+    minibatch_size: Positive = 256  # smallest number of samples: a rollout is cut into equal minibatches
     clip: PositiveFloat = 0.2  # range of the probability ratio: 1 - clip to 1 + clip
     clip_schedule: Schedule = Schedule()
     clip_value: NaturalFloat = 0.0  # clip the change of the value to +-this; 0: off
-    target_kl: NaturalFloat = 0.0  # leave a rollout once a minibatch's KL divergence is above 1.5 times this; 0: off
+    target_kl: NaturalFloat = 0.0  # stop training on a rollout once a minibatch's KL exceeds 1.5 times this; 0: off
     batch_size: Natural = 0  # samples of a rollout, in place of algo.unroll_length x envs of a batch. 0: off
-    proximal: bool = False  # clip around the weights at the start of training on a rollout: learns from older policies
+    proximal: bool = False  # decoupled PPO: clip around the weights before training on a rollout, not those that acted
     rho_max: PositiveFloat = 100.0  # proximal: clip of the importance weight, proximal / acting policy
 
 
@@ -399,7 +399,7 @@ class Config:
     launch: Literal["local", "ray"] = "local"  # ray: on the machines of a Ray cluster
     learners: Learners = 1  # auto: one for each GPU (gossip: up to 4 on a lone one), or for each core if there are none
     actors: Actors = "auto"  # actors, or env hosts, of all learners together
-    max_lag: Natural = 0  # most learner steps by which acting weights may be older than those trained; 0: no such limit
+    max_lag: Natural = 0  # largest policy lag: learner steps by which the weights that act may be older; 0: no limit
     restarts: Natural = 3  # of dead or hung learners that are allowed in an hour; the next one ends the run
     steps: Positive = 1_000_000  # env steps of the whole run
     init_from: str = ""  # folder of a run or checkpoint: begin with its network's weights and normalizers

@@ -1,8 +1,8 @@
 """User-defined parts (docs/guides/custom-parts.md).
 
 `package.module:callable` names an env, a part of the network, an algorithm, an acting mode or an exchange. The last
-two are substitutes for the part that the run would have otherwise: they are made with the same arguments, and the same
-is refused of them. A new acting mode or exchange has a name of its own (choices.py).
+two replace the part that the run would have otherwise: they take the same arguments, and the same settings are refused.
+A new acting mode or exchange is registered under a name (choices.py).
 
 `pickle:LABEL.HASH@FOLDER` is an object from Python that cannot be imported (runs/objects.py).
 """
@@ -32,7 +32,7 @@ PARTS = ("acting", "exchange")
 NETWORKS = ("model.torso", "model.core", "model.network")
 FIELDS = ("env.id", "env.backend", "algorithm", *NETWORKS, *(f"plugins.{part}" for part in PARTS))
 GIVEN = ("env", *PARTS, *FIELDS)  # what they are called in Python
-VARIANT = ("env.kwargs", "env.max_episode_steps")  # what a policy's env may have besides, when it is evaluated
+EVAL_SETTINGS = ("env.kwargs", "env.max_episode_steps")  # settings that an evaluation may change
 LAB = "dmlab/"  # before a level of DeepMind Lab, whose module is the user's copy of examples/envs/dmlab.py
 NameOrObject = str | Callable[..., Any]  # a part's name, or the part itself
 P = ParamSpec("P")
@@ -41,7 +41,7 @@ T = TypeVar("T")
 _OTHERS = (*(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")), str(Path(__file__).parent))
 _PICKLED = re.compile(r"pickle:((\w+)\.\w+)@(\w+)")  # a file, the object's label, and the end of its folder's name
 OBJECTS: dict[str, Any] = {}  # by name: what this process was given, or has read from another
-_typed_in = [""]  # the folder where the command was typed, if a command line runs this process
+_command_folder = [""]  # the folder where the command was typed, if a command line runs this process
 
 
 def label(name: str) -> str:
@@ -72,12 +72,12 @@ def _unpickled(field: str, pickled: re.Match[str]) -> Any:
     return OBJECTS[name]
 
 
-def typed_in(folder: str) -> None:
+def set_command_folder(folder: str) -> None:
     """Let user code also be found in `folder`, once a name of such code is resolved."""
-    _typed_in[0] = folder
+    _command_folder[0] = folder
 
 
-def reach(field: str, module: str) -> None:
+def prepare_import(field: str, module: str) -> None:
     """Prepare to import a module that a setting names; refuses those of the standard library.
 
     The folder of the command is on Python's path from here on, at its end, and not before: until then a package that is
@@ -87,8 +87,8 @@ def reach(field: str, module: str) -> None:
     top = module.partition(".")[0]
     if top in sys.stdlib_module_names:
         raise ConfigError(f"{field}: {module} is a module of Python's standard library")
-    if top not in ("", "coterie") and _typed_in[0] and _typed_in[0] not in sys.path:
-        sys.path.append(_typed_in[0])
+    if top not in ("", "coterie") and _command_folder[0] and _command_folder[0] not in sys.path:
+        sys.path.append(_command_folder[0])
 
 
 @contextmanager
@@ -117,7 +117,7 @@ def named(field: str, path: str) -> Any:
     with importing(field, path):
         if not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
             raise ImportError("it is not package.module:callable")
-        reach(field, module)
+        prepare_import(field, module)
         found: Any = importlib.import_module(module)
         try:
             for part in name.split("."):
@@ -128,7 +128,7 @@ def named(field: str, path: str) -> Any:
         raise ConfigError(f"{field}: {path!r} is {type(found).__name__}, which cannot be called")
     home = getattr(found, "__module__", None) or ""
     if getattr(sys.modules.get(home), getattr(found, "__name__", ""), None) is found:  # numpy:os.system is os.system
-        reach(field, home)
+        prepare_import(field, home)
     return found
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Obs = Any
 Array = NDArray[Any]
 Post = Callable[[str, Any], None]  # sends a message (its kind and content) to the parent process
-Needs = dict[str, tuple[object, str]]  # by options, separated by spaces: whether a run uses them, what they need
+Needs = dict[str, tuple[object, str]]  # names of options -> whether the run uses one of them, and what they require
 T = TypeVar("T")
 
 

@@ -149,7 +149,7 @@ class ActorMailbox:
         self.slots, self.weights, self.agent, self.stages = memory.slots, memory.weights, agent, stages
         self.board, self.row, self.number = setup.board, setup.row, setup.number
         self.check = partial(check, setup)
-        self.learner, self.timeout = setup.rank, setup.timeout
+        self.timeout = setup.timeout
         cpu = torch.device("cpu")
         self.recorders = {
             (j, s): Recorder(self.slots.columns(j, s), groups, cpu)
@@ -180,8 +180,8 @@ class ActorMailbox:
                 self.check()
                 waited = awake() - begin
                 time.sleep(_POLL_S if waited < _SOON_S else _SLOW_POLL_S)
-                # The learner may be evaluating, which shows in its heartbeat.
-                silent = time.monotonic() - float(self.board.heartbeats[self.learner])
+                # A learner may be evaluating, which shows in its heartbeat, and this actor's may wait for that one.
+                silent = time.monotonic() - float(self.board.heartbeats[: self.board.learners].max())
                 if min(waited, silent) > self.timeout:
                     raise CoterieError(f"no slot for a rollout for {self.timeout:g} s: the learner hangs")
         self.stages.lap("wait")

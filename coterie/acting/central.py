@@ -19,13 +19,12 @@ import numpy as np
 import torch
 
 from coterie.acting.base import Acting, ActingKind, LearnerSetup
-from coterie.acting.batching import choose_batch, has_room
 from coterie.acting.central_stream import BatchAssembly, EnvHostService, EnvStream, EnvStreams, InferenceRequest
 from coterie.acting.child_processes import child_process_refusals
 from coterie.acting.double_buffer import DoubleBufferedModel
 from coterie.acting.env_host import EnvHost, HostMemory
 from coterie.acting.recorder import Fields, as_rollout
-from coterie.acting.window import going, least_lag, worst_lag
+from coterie.acting.window import choose_batch, going, has_room, least_lag, worst_lag
 from coterie.config import Refusal, ResolvedConfig
 from coterie.models.build import Network, acting_copy
 from coterie.parallel.clock import awake

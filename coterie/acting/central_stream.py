@@ -46,16 +46,16 @@ class EnvStream(ServiceStream):
     """One stream's envs: their recurrent state and their unfinished rollout."""
 
     def __init__(
-        self, among: EnvStreams, place: tuple[int, int], first_env: int, recorders: Sequence[Recorder],
+        self, registry: EnvStreams, place: tuple[int, int], first_env: int, recorders: Sequence[Recorder],
         state: Tensor | None, shared: Mapping[str, Array],
     ) -> None:  # fmt: skip
         super().__init__({})  # the service fills the welcome
-        self.among, self.place, self.first_env_id = among, place, first_env
-        self.spec = spec = among.setup.envs.spec
+        self.registry, self.place, self.first_env_id = registry, place, first_env
+        self.spec = spec = registry.setup.envs.spec
         self.width = width = int(recorders[0].is_first.shape[1])
         self.alive = self.counted = True  # counted: its unfinished rollout is not dropped yet
         self.shared = shared  # observations that are not in the frames
-        self.reads = timestep_layout(spec, width, among.config.newest_frame and not shared, bool(shared))
+        self.reads = timestep_layout(spec, width, registry.config.newest_frame and not shared, bool(shared))
         self.writes = action_layout(spec, width)
         self.newest = Newest(self.reads)
         self.ids = np.arange(first_env, first_env + width, dtype=np.int64)
@@ -64,7 +64,7 @@ class EnvStream(ServiceStream):
         action, reward = self.recorders[0].last()
         self.last = torch.zeros_like(action), torch.zeros_like(reward)
         self.state = state
-        self.window, self.ticket = among.window, -1  # of the unfinished rollout
+        self.window, self.ticket = registry.window, -1  # of the unfinished rollout
         self.row, self.valid = 0, 0  # of the unfinished rollout: the next row, valid rows
         self.uncounted = 0  # valid rows that are not in `Central.produced` yet
         self.new, self.serial = True, 0  # serial: among its learner's streams
@@ -85,19 +85,21 @@ class EnvStream(ServiceStream):
             env_id=self.ids,
         )
         self.new = False
-        self.among.inbox.put(InferenceRequest(self, time_step, answer))
+        self.registry.inbox.put(InferenceRequest(self, time_step, answer))
 
     def leave(self) -> None:
-        self.among.leave(self)
+        self.registry.leave(self)
 
     # In the inference thread:
 
     def may_go(self, room: bool = True, before: int = 0) -> bool:
-        """Whether the next row can be written. `room`: for another rollout. `before`: columns that begin before it."""
+        """Whether its request can be answered now. `room`: for another rollout. `before`: columns that begin before it
+        in the same batch.
+        """
         begun = self.recorder is not None
         room = room and bool(self.recorders) and (begun or self.window.may_begin(before + self.width))
         # The last row of a rollout is the first one of the next, but for lockstep.
-        return room or (begun and (self.row != self.among.unroll_length or self.among.config.lockstep))
+        return room or (begun and (self.row != self.registry.unroll_length or self.registry.config.lockstep))
 
     def write_step(self, ts: TimeStep) -> Inputs:
         """Write the next row, of a new rollout if the last one is finished."""

@@ -12,16 +12,43 @@ from dataclasses import replace
 from typing import cast
 
 import torch
+from torch import Tensor
 
 from coterie.acting.actor import RolloutLoop
 from coterie.acting.base import Acting, Agent, LearnerSetup, core_shape
-from coterie.acting.history import History
 from coterie.acting.recorder import Fields, Recorder, as_rollout, local_fields
 from coterie.flight.life import RecordedLife, RecordEnds
 from coterie.parallel.slots import columns_of
 from coterie.parallel.stages import Stages
 from coterie.remote.rollout_service import REMOTE_PRODUCER
-from coterie.types import Rollout
+from coterie.types import CoterieError, Rollout
+
+
+class History:
+    """Weights and normalizers by version, or by another number that grows with each publication, kept as long as they
+    are needed. `uses`: how often each will be.
+    """
+
+    def __init__(self, uses: Counter[int]) -> None:
+        self.uses = uses
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def publish(self, version: int, agent: Agent) -> None:
+        """Keep these weights, unless some of this version are kept: the first ones are those that acted."""
+        if self.uses[version] and version not in self.kept:
+            self.kept[version] = agent.params.data.clone(), agent.moments.read()
+
+    def load(self, version: int, agent: Agent) -> None:
+        """Give these weights to an agent."""
+        if version not in self.kept:
+            raise CoterieError(f"the record asks for the weights of learner step {version}, which were not published")
+        weights, moments = self.kept[version]
+        agent.params.data.copy_(weights)
+        if len(moments):
+            agent.moments.write(moments)
+        self.uses[version] -= 1
+        if not self.uses[version]:
+            del self.kept[version]
 
 
 class RecordedActor:
@@ -65,7 +92,7 @@ class RecordedActor:
         return self.first
 
     def check(self) -> None:
-        """It is not stopped."""
+        """A replay is not stopped here."""
 
     def deliver(self) -> None:
         """The learner copies the rollout."""

@@ -13,7 +13,7 @@ from coterie.acting.base import LearnerSetup
 from coterie.acting.central import Central
 from coterie.acting.central_stream import EnvStream, InferenceRequest
 from coterie.acting.env_host import as_arrays, host_envs
-from coterie.acting.history import History
+from coterie.acting.recorded_actors import History
 from coterie.acting.recorder import as_rollout
 from coterie.flight.life import RecordedLife, RecordEnds
 from coterie.models.base import Model

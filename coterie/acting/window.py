@@ -1,17 +1,55 @@
-"""The bound on the policy lag of central acting, kept by pacing what begins."""
+"""The pace of central acting: which requests are answered together, and which rollouts may begin (policy lag)."""
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
-from collections.abc import Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, TypeVar
 
 from coterie.config import ResolvedConfig
 from coterie.envs.tasks import envs_per_child
 from coterie.wire.codec import Refused
 
+
+class Request(Protocol):
+    """A request for actions, made at time `since`."""
+
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def since(self) -> float: ...
+
+
+Q = TypeVar("Q", bound=Request)
 R = TypeVar("R", bound=Any)  # an `InferenceRequest`
+
+
+def has_room(finished: int, envs: int, buffered: int) -> bool:
+    """Whether new rollouts may begin: true while fewer than 2 x `envs` + `buffered` finished columns are waiting."""
+    return finished < 2 * envs + buffered
+
+
+def choose_batch(requests: Sequence[Q], now: float, least: int, most: int, wait: float) -> tuple[list[Q], float]:
+    """The requests to answer now, the oldest first, or for how many seconds to wait for more (infinity: there are
+    none). A batch has at least `least` envs, unless a request has waited for `wait` seconds, and at most `most` (0: any
+    number), unless one request has more.
+    """
+    if not requests:
+        return [], math.inf
+    rows = sum(request.width for request in requests)
+    left = wait - (now - min(request.since for request in requests))
+    if rows < least and left > 0:
+        return [], left
+    picked, rows = list[Q](), 0
+    for request in requests:
+        if picked and most and rows + request.width > most:
+            break
+        picked.append(request)
+        rows += request.width
+    return picked, 0.0
 
 
 class Window:
@@ -70,7 +108,7 @@ class Window:
 
 
 def going(requests: Iterable[R], room: bool) -> list[R]:
-    """Those that may go, all of them at once."""
+    """The requests that can be answered now, in one batch."""
     found, begun = list[R](), 0
     for request in requests:
         if request.stream.may_go(room, begun):

@@ -172,8 +172,8 @@ class AlgorithmBase:
         return most
 
     @staticmethod
-    def steps_kind(config: Config) -> tuple[object, ...]:
-        """Settings that decide how many steps a learner makes per rollout, and how: all-reduce needs them equal."""
+    def lockstep_settings(config: Config) -> tuple[object, ...]:
+        """Settings that decide how many steps a learner makes per rollout: all-reduce needs them equal in all."""
         return ()
 
     @staticmethod
@@ -244,7 +244,7 @@ class AlgorithmBase:
         self.rewards.load_state_dict(state)
 
     def close(self) -> None:
-        """Called at the end of the run: there is nothing to release."""
+        """Called at the end of the run, to release resources. By default none."""
 
 
 @cache

@@ -17,7 +17,7 @@ from torch import Tensor
 from coterie.algorithms.a2c import A2C, RolloutBatch
 from coterie.algorithms.base import ON_CPU, Compute
 from coterie.config import Config, Refusal
-from coterie.envs.make import env_edges
+from coterie.envs.make import env_adapters
 from coterie.envs.spaces import flatten
 from coterie.extras import needs
 from coterie.models.base import Model
@@ -41,7 +41,7 @@ def read_episodes(config: Config, spec: Spec) -> Iterator[tuple[dict[str, Array]
     with needs("bc.dataset", "minari"):
         import minari
     name = config.bc.dataset
-    _, fields, actions, mask = env_edges(config.env, config.atari)
+    _, fields, actions, mask = env_adapters(config.env, config.atari)
     if mask:
         raise ConfigError(f"bc.dataset: {spec.env_id} has its action mask in {mask}, which data sets do not keep")
     try:
@@ -96,7 +96,7 @@ class BC(A2C):
             raise ConfigError(f"bc.dataset: {config.bc.dataset} has no episodes")
 
     @staticmethod
-    def steps_kind(config: Config) -> tuple[object, ...]:
+    def lockstep_settings(config: Config) -> tuple[object, ...]:
         return (config.bc, config.env.num_envs)
 
     @staticmethod

@@ -9,22 +9,22 @@ from torch import Tensor
 from coterie.algorithms.base import AnyBatch
 
 _RATE = 0.01  # of the running means
-_STEPS = 100  # before a warning
-_LEAST = 0.25  # of a batch's samples: below that, a few samples decide alone. Ours
+_MIN_STEPS = 100  # before a warning
+_MIN_ESS = 0.25  # below this few samples decide alone; our choice
 
 
 class OffPolicy:
     """The effective sample size of the importance weights, as a fraction of a batch: (sum w)^2 / (n sum w^2), which is
-    1 where data and policy agree. `watch` goes into a loss's metrics, `measure` makes `ess` of them.
+    1 where data and policy agree. `diagnostics` go into a loss's metrics, of which `measure` makes `ess`.
     """
 
     def __init__(self) -> None:
         self.ess, self.clipped, self.steps, self.warned = 1.0, 0.0, 0, False
 
-    def watch(self, log_ratio: Tensor, bar: float) -> dict[str, Tensor]:
-        """Watched values of log ratios `[..]`; `bar`: above which a ratio is clipped, 0: none is."""
+    def diagnostics(self, log_ratio: Tensor, clip: float) -> dict[str, Tensor]:
+        """For log ratios `[..]`; `clip`: the largest ratio that is not clipped, 0: none is."""
         rho = log_ratio.clamp(max=math.log(1e3)).exp()
-        clipped = log_ratio > math.log(bar or math.inf)
+        clipped = log_ratio > math.log(clip or math.inf)
         return {"rho": rho, "rho_square": rho**2, "rho_clipped": clipped.float()}
 
     def measure(self, batch: AnyBatch) -> None:
@@ -40,7 +40,7 @@ class OffPolicy:
 
     def warning(self) -> str:
         """One line, once, where most of the data no longer counts."""
-        if self.warned or self.steps < _STEPS or self.ess >= _LEAST:
+        if self.warned or self.steps < _MIN_STEPS or self.ess >= _MIN_ESS:
             return ""
         self.warned = True
         return (

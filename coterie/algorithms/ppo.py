@@ -66,7 +66,7 @@ class PPO(A2C):
         return config.algo.unroll_length
 
     @staticmethod
-    def steps_kind(config: Config) -> tuple[object, ...]:
+    def lockstep_settings(config: Config) -> tuple[object, ...]:
         return (
             replace(config.ppo, clip_schedule=Schedule()),
             config.env.num_envs,
@@ -136,7 +136,7 @@ class PPO(A2C):
         clipped, kl = ppo_stats(log_prob, batch.behavior_log_prob, clip)
         watched = {"kl": kl, "clip_fraction": clipped}
         if batch.log_rho is not None:
-            watched |= self.off_policy.watch(batch.log_rho, self.ppo.rho_max)
+            watched |= self.off_policy.diagnostics(batch.log_rho, self.ppo.rho_max)
         return combine(terms, watched, batch.mask, batch.count)
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -127,8 +127,8 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
 
     @abstractmethod
     def look_ahead(self, rows: R, at: slice) -> Tensor:
-        """What can be computed for the samples `at` of a batch without the trained network's weights, and so while the
-        batch before is trained on. The samples lie along `batch_axis` of it.
+        """Compute for the samples `at` of a batch what does not depend on the trained network: the target network's
+        output, or noise. A thread does so while the batch before is trained on. Samples lie along `batch_axis`.
         """
 
     def trained(self, rows: R) -> Tensor:
@@ -199,10 +199,10 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
         self.copy_target()
 
     def before_batch(self, model: Model) -> None:
-        """Nothing precedes the training on a batch."""
+        """Called before each batch is trained on. By default nothing."""
 
     def before_look_ahead(self) -> None:
-        """Nothing is drawn in the order of the batches."""
+        """Called for each batch, in their order: draw its random numbers. By default none."""
 
     def _fetch(self, device: torch.device) -> Callable[[], tuple[R, Tensor | None]]:
         """Draw a batch. A thread gathers it, and looks ahead for it, while the previous one trains, unless several

@@ -24,8 +24,11 @@ def bounded(action: ActionSpec) -> bool:
 
 
 def stacked_frames(config: Config) -> int:
-    """Frames of a stack, of which the replay stores the newest only; 0: observations are stored whole."""
-    return config.atari.stack if all(map(is_atari, tasks(config.env.id))) and config.atari.stack > 1 else 0
+    """Frames of a stack, of which the replay stores the newest only; 0: observations are stored whole, as a step that
+    repeats actions moves the stack by several frames.
+    """
+    moves_by_one = all(map(is_atari, tasks(config.env.id))) and config.env.action_repeat == 1
+    return config.atari.stack if moves_by_one and config.atari.stack > 1 else 0
 
 
 def replay_size(config: ResolvedConfig) -> tuple[int, int]:

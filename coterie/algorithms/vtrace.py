@@ -27,7 +27,7 @@ from coterie.parallel.graphs import recordable
 from coterie.replay.trajectories import TrajectoryReplay
 from coterie.types import Inputs, Rollout, Spec, map_tensors
 
-_SPREAD_RATE = 0.01  # of the running deviation: a part of a batch does not have the whole batch's
+_ADVANTAGE_RATE = 0.01  # of the running mean square: a part of a batch does not have the whole batch's
 _EPSILON = 1e-6  # what the variant `epsilon` adds to a probability before its logarithm
 
 
@@ -96,7 +96,8 @@ class VTrace(A2C):
         Refusal(
             lambda c, s: _rollouts(c) % max(1, _shares(c, _rollouts(c))[0]) != 0,
             "vtrace.minibatch",
-            "must divide, less its replayed share, the rollouts of a batch (env.num_envs, or the acting's batch_size)",
+            "must divide, after its replayed rollouts are taken off, the rollouts of a batch (env.num_envs, or the "
+            "acting's batch_size)",
         ),
         Refusal(
             lambda c, s: c.vtrace.correction == "vtrace" and 0 < c.vtrace.rho_bar < (c.vtrace.c_bar or math.inf),
@@ -108,11 +109,11 @@ class VTrace(A2C):
     def __init__(self, config: Config, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
         super().__init__(config, spec, compute, seed)
         self.vtrace = config.vtrace
-        self.spread = 0.0  # running mean of the squared advantage, to normalize it
+        self.mean_square = 0.0  # of advantages, a running mean, to normalize them
         self.replay = TrajectoryReplay(self.vtrace.replay_capacity, seed) if self.vtrace.replay_capacity else None
 
     @staticmethod
-    def steps_kind(config: Config) -> tuple[object, ...]:
+    def lockstep_settings(config: Config) -> tuple[object, ...]:
         return (config.vtrace, _rollouts(config) if config.vtrace.minibatch or config.vtrace.replay_capacity else 0)
 
     @staticmethod
@@ -149,7 +150,7 @@ class VTrace(A2C):
         )  # fmt: skip
 
     def changing(self) -> dict[str, float]:
-        deviation = math.sqrt(self.spread) + 1e-6 if self.spread else 1.0
+        deviation = math.sqrt(self.mean_square) + 1e-6 if self.mean_square else 1.0
         return {**super().changing(), "deviation": deviation}
 
     @recordable
@@ -169,7 +170,7 @@ class VTrace(A2C):
             "value_loss": (self.algo.value_coef, value_loss(value, target)),
             "entropy": (self.factor("entropy"), entropy),
         }
-        watched = self.off_policy.watch(log_ratio, self.vtrace.rho_bar)
+        watched = self.off_policy.diagnostics(log_ratio, self.vtrace.rho_bar)
         watched["c_clipped"] = (log_ratio > math.log(self.vtrace.c_bar or math.inf)).float()
         if self.algo.normalize_advantage:
             watched["advantage_square"] = squares
@@ -182,7 +183,8 @@ class VTrace(A2C):
         super().after_step(model, batch)
         found = batch.metrics.get("advantage_square", 0.0)
         if found > 0 and math.isfinite(found):
-            self.spread = found if not self.spread else self.spread + _SPREAD_RATE * (found - self.spread)
+            before = self.mean_square or found
+            self.mean_square = before + _ADVANTAGE_RATE * (found - before)
 
     def _targets(self, log_ratio: Tensor, value: Tensor, part: Sequences) -> tuple[Tensor, Tensor]:
         """Value targets and advantages `[T, b]`."""
@@ -201,13 +203,13 @@ class VTrace(A2C):
     def state_dict(self) -> dict[str, Tensor]:
         """Without the replayed rollouts: a resumed run refills its replay."""
         rng = {} if self.replay is None else {"replay_rng": self.replay.rng.get_state()}
-        spread = {"spread": torch.tensor([self.spread], dtype=torch.float64)} if self.spread else {}
+        spread = {"spread": torch.tensor([self.mean_square], dtype=torch.float64)} if self.mean_square else {}
         return {**super().state_dict(), **rng, **spread}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         super().load_state_dict(state)
         if "spread" in state:
-            self.spread = float(state["spread"])
+            self.mean_square = float(state["spread"])
         if self.replay is not None and "replay_rng" in state:
             self.replay.rng.set_state(state["replay_rng"])
 

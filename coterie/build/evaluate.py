@@ -21,12 +21,12 @@ from coterie.build.validity import check_spec
 from coterie.config import Config
 from coterie.envs.answers import check_held
 from coterie.envs.atari57 import human_normalized
-from coterie.envs.make import env_edges, make_envs, make_spec
+from coterie.envs.make import env_adapters, make_envs, make_spec
 from coterie.envs.news import Means
 from coterie.envs.spaces import flatten, on_host
 from coterie.envs.tasks import overall, task_config, tasks
 from coterie.models.build import Network
-from coterie.plugins import GIVEN, VARIANT, label
+from coterie.plugins import EVAL_SETTINGS, GIVEN, label
 from coterie.presets.common import flat
 from coterie.runs import checkpoint
 from coterie.runs.trust import open_run
@@ -175,7 +175,7 @@ class Policy:
     def __init__(self, folder: Path, config: Config, spec: Spec, step: int, model: Network) -> None:
         self.folder, self.config, self.spec, self.step, self.model = folder, config, spec, step, model
         self.algorithm = make_algorithm(resolve_config(config), spec)
-        _, fields, self.actions, self._outside = env_edges(config.env, config.atari)  # a mask that is not in obs
+        _, fields, self.actions, self._outside = env_adapters(config.env, config.atari)  # a mask that is not in obs
         self.fields = [f for f in fields if not (self._outside and f.name == MASK)]
         self._first = np.ones(0, bool)  # envs that begin an episode
         self.player = self._new_player(0)
@@ -249,7 +249,7 @@ def load(folder: str | Path, learner: str | int = "0", *, trust: bool = False, *
     names even if its folder was not made by this user (docs/explanation/security.md).
     """
     folder = Path(folder)
-    config, root = open_run(folder, flat(new), trust, (*GIVEN, *VARIANT)), folder / "checkpoints"
+    config, root = open_run(folder, flat(new), trust, (*GIVEN, *EVAL_SETTINGS)), folder / "checkpoints"
     if (path := checkpoint.best(root)[0] or checkpoint.latest(root)) is None:
         raise ConfigError(f"RUN: {folder} has no complete checkpoint yet")
     tensors, state = checkpoint.load(path, ends=WEIGHTS)

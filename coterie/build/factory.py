@@ -230,5 +230,5 @@ def exchange_setup(
     rule, optim = make_rule(config.optim), config.optim
     shared = rule if team.size == 1 else Divided(rule, team)
     guard = GradientGuard(optim.max_grad_norm, optim.on_nonfinite == "skip")
-    same = algorithm_class(config).steps_kind(config)
-    return Setup(config, params, moments, peers, patience(config), shared, guard, same, note, flush)
+    settings = algorithm_class(config).lockstep_settings(config)
+    return Setup(config, params, moments, peers, patience(config), shared, guard, settings, note, flush)

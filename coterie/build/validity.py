@@ -33,6 +33,11 @@ def _learn_alike(config: ResolvedConfig) -> bool:
     return kind.in_lockstep and (config.learners > 1 or bool(kind.address(config)))
 
 
+def _replays_values(config: Config) -> bool:
+    kind = algorithm_class(config)
+    return kind.has_replay and kind.value_based
+
+
 def _not_the_choice(field: str) -> Refusal:
     """Refuse an address of an exchange that is not the run's."""
     name = field.partition(".")[0]
@@ -45,7 +50,7 @@ def _not_the_choice(field: str) -> Refusal:
 
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
-        lambda c, s: c.q.secondary_batch > 0 and not (algorithm_class(c).value_based and exchange_kind(c).one_learner),
+        lambda c, s: c.q.secondary_batch > 0 and not (_replays_values(c) and exchange_kind(c).one_learner),
         "q.secondary_batch",
         "needs one learner with a replay: dqn or r2d2 with exchange solo",
     ),
@@ -147,7 +152,7 @@ def check(config: ResolvedConfig, spec: Spec) -> None:
                 raise ConfigError(
                     "q.noisy: model.network has no NoisyLinear of coterie.models.heads, so nothing explores"
                 )
-            try_out(model)
+            try_out(model, algorithm_class(config).has_replay and not model.recurrent)
     unit, n = spec.agents * max(1, config.env.groups) * max(1, config.actors // config.learners), config.env.num_envs
     if spec.agents > 1 and n % unit:  # the agents of one env would be in two groups or processes
         near = " or ".join(str(m) for m in (n - n % unit, n - n % unit + unit) if m)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from coterie.build.evaluate import WEIGHTS, weights_of
 from coterie.build.factory import make_model
 from coterie.config import Config
 from coterie.models.build import Network
+from coterie.models.heads import NoisyLinear, Normalizer
 from coterie.runs import checkpoint
 from coterie.runs.files import read_json
 from coterie.runs.manifest import MANIFEST
@@ -40,9 +43,10 @@ def source_of(folder: Path) -> Path:
     return path.absolute()
 
 
-def begin_from(folder: Path, model: Network) -> str:
+def begin_from(folder: Path, model: Network, elsewhere: bool = False) -> str:
     """Give a new network the weights and normalizers of a run or checkpoint; returns a line about it. Heads for other
-    actions stay new. Raises a `ConfigError` if there is no checkpoint, or another network.
+    actions stay new. `elsewhere`: actors make the network, too, and receive only what is trained. Raises a
+    `ConfigError` if there is no checkpoint, or another network.
     """
     path = source_of(folder)
     there, mine = weights_of(checkpoint.load(path, ends=WEIGHTS)[0], "0"), model.state_dict()
@@ -56,6 +60,13 @@ def begin_from(folder: Path, model: Network) -> str:
     for k, (a, b) in other.items():
         if not k.startswith(_HEADS):
             raise ConfigError(f"init_from: {folder} has another network: {k} is {a} there, {b} here")
+    trained = {k for k, x in model.named_parameters() if x.requires_grad} | other.keys()
+    sent = tuple(f"{k}." for k, part in model.named_modules() if isinstance(part, Normalizer | NoisyLinear))
+    kept = sorted(k for k in mine.keys() - trained if not k.startswith(sent))
+    if frozen := [k for k in kept if elsewhere and not torch.equal(mine[k], there[k])]:
+        raise ConfigError(
+            f"init_from: {frozen[0]} is not trained, so actors do not receive it: use the seed of {folder}"
+        )
     model.load_state_dict({k: x if k in other else there[k] for k, x in mine.items()})
     fresh = [k for k in other if k in mine]
     return f"begins with the weights of {path}" + (f"; new: {', '.join(fresh)}" if fresh else "")

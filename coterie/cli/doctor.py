@@ -61,9 +61,9 @@ def doctor(_: Namespace) -> int:
 def _precision(device: str) -> str:
     """bf16 beside fp32, measured now, and what runs choose by the measurement that they keep."""
     found, chosen = measure(device), "bf16" if bf16_pays(device) else "fp32"
-    right = f"correct; --precision auto takes {chosen} for images"
-    verdict = right if found.error < ROUNDING else "WRONG results: use --precision fp32"
-    return f"{found.speed:.1f} times the speed of fp32, largest difference {found.error:.1%}: {verdict}"
+    verdict = "correct" if found.error < ROUNDING else "NOT ACCURATE enough to train with"
+    compared = f"{found.speed:.1f} times the speed of fp32, largest difference {found.error:.1%}"
+    return f"{compared}: {verdict}; --precision auto takes {chosen} for images"
 
 
 def _env_rate() -> tuple[str, bool]:

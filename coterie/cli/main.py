@@ -12,6 +12,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ from coterie.config import Config
 from coterie.extras import needs
 from coterie.parallel.processes import start_server
 from coterie.parallel.signals import on_signals
-from coterie.plugins import typed_in
+from coterie.plugins import set_command_folder
+from coterie.runs.metrics import file_name
 from coterie.runs.starting import Starting, gc_paused
 from coterie.types import ConfigError, CoterieError
 
@@ -56,11 +58,13 @@ def train(options: Namespace, rest: list[str]) -> int:
             raise ConfigError("--seeds: cannot be combined with --seed")
         if both := words_of(rest)[3].keys() & {name.replace("-", "_") for name in points[0]}:
             raise ConfigError(f"--grid: {min(both)} is given as an option, too")
+        name = f"runs/{config.preset}-{file_name(config.env.id)}-%m%d-%H%M%S"
+        config = replace(config, out=config.out or time.strftime(name))
         jobs = plan_runs(rest, config, seeds, points)
         if options.grid:  # refuse impossible values before anything runs
             for job in jobs[:: len(seeds)]:
                 possible(config_of(list(job.args)))
-        return run_jobs(jobs, at_once)
+        return run_jobs(jobs, at_once, config.out)
     if options.jobs is not None:
         raise ConfigError("--jobs: is for several runs; give --seeds or --grid, too")
 
@@ -251,7 +255,7 @@ def _typed() -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     try:
-        typed_in(os.getcwd())  # not "", which children take for another folder
+        set_command_folder(os.getcwd())  # not "", which children take for another folder
     except OSError:  # MKL ends a process there
         print_to_stderr("the current folder is gone: cd to another one")
         return 2

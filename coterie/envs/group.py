@@ -22,7 +22,7 @@ from coterie.envs.events import EnvEvents
 from coterie.envs.gym import numbers
 from coterie.envs.news import Reports
 from coterie.envs.spaces import on_host, random_actions
-from coterie.envs.vector import check_results, edge, not_finite, receive
+from coterie.envs.vector import action_adapter, check_results, not_finite, receive
 from coterie.parallel.board import Board
 from coterie.types import MASK, Array, CoterieError, Obs, TimeStep, entries, map_obs
 
@@ -66,7 +66,7 @@ class Group:
         """
         n = len(self.env_id)
         batch, fresh = self._collect()
-        obs, self._to_env = batch.obs, edge(self.backend, batch)
+        obs, self._to_env = batch.obs, action_adapter(self.backend, batch)
         self._renew(obs, fresh)
         self._first[:] = False
         if decorrelate:

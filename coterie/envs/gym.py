@@ -21,7 +21,7 @@ from coterie.envs.backend import Backend, Declared, StepResults, declare
 from coterie.envs.spaces import action_map, obs_fields, on_host
 from coterie.envs.team import ZOO, Team
 from coterie.extras import missing
-from coterie.plugins import LAB, label, named_env, raised, reach
+from coterie.plugins import LAB, label, named_env, prepare_import, raised
 from coterie.types import MASK, Array, ConfigError, CoterieError, Spec, from_entries, one_line
 
 ALE = "ALE/"  # before a game of ale-py, which registers it
@@ -55,7 +55,7 @@ def make_gym(env_id: str, kwargs: Mapping[str, Any], max_episode_steps: int) -> 
     if env_id.startswith(PLAY):
         path, kwargs = "coterie.tools.duel:Duel", {**kwargs, "game": env_id.removeprefix(PLAY)}
     if is_gym_id(env_id):
-        reach("env.id", env_id.rpartition(":")[0])
+        prepare_import("env.id", env_id.rpartition(":")[0])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # gymnasium on older versions and on the precision of bounds
             limit = max_episode_steps or None
@@ -208,7 +208,7 @@ class TeamInstance(Instance):
         if new := {*self.env.playing} - rows.keys():
             raise CoterieError(f"agents contains {sorted(new)}, which possible_agents does not")
         actions = {agent: self.choice(rows[agent]) for agent in self.env.playing}
-        self._write_all(actions, *self.env.step(actions))
+        self._write_all(actions, *parts_of("step", self.env.step(actions), STEP))
         self.restart = not self.env.playing
 
     def _write_all(self, actions: Any, obs: Any, reward: Any, terminated: Any, truncated: Any, info: Any) -> None:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from coterie.envs.backend import Backend, StepResults
 from coterie.envs.gym import PLAY, describe, is_gym_id, layout, make_instance, open_gym, read_batch
 from coterie.envs.team import ZOO
 from coterie.plugins import named_env
-from coterie.types import Array, ConfigError, one_line
+from coterie.types import Array, ConfigError, CoterieError, one_line
 
 
 class LocalBackend(Backend):
@@ -24,11 +25,18 @@ class LocalBackend(Backend):
     def __init__(self, env: config.Env, seeds: Sequence[int]) -> None:
         make_vec = ("vectorization_mode", "vector_kwargs") if env.backend == "vector" else ()  # its arguments
         kwargs = {name: x for name, x in json.loads(env.kwargs).items() if name not in make_vec}
-        if is_gym_id(env.id) or (env.id.startswith((PLAY, ZOO)) and ":" not in env.id):
-            kwargs["render_mode"] = "rgb_array"
-        elif _takes_render_mode(env.id.removeprefix(PLAY)):
+        registered = is_gym_id(env.id) or (env.id.startswith((PLAY, ZOO)) and ":" not in env.id)
+        if not registered and _takes_render_mode(env.id.removeprefix(PLAY)):
             kwargs.setdefault("render_mode", "rgb_array")
-        self.env = open_gym(env.id, kwargs, env.max_episode_steps)
+        make = partial(open_gym, env.id, max_episode_steps=env.max_episode_steps)
+        self.env: Any = None
+        self.undrawn = ""  # why its constructor took no render_mode
+        if registered:
+            try:
+                self.env = make({**kwargs, "render_mode": "rgb_array"})
+            except CoterieError as error:
+                self.undrawn = str(error)
+        self.env = self.env or make(kwargs)
         declared = describe(env.id, self.env, env.max_episode_steps)
         super().__init__(declared, n := declared.spec.agents)
         self.arrays: dict[str, Array] = {k: np.zeros(*shape_dtype) for k, shape_dtype in layout(declared, n).items()}
@@ -53,7 +61,7 @@ class LocalBackend(Backend):
             why = "it has no render() of its own" if missing else one_line(error)
             raise ConfigError(f"env.id: {self.spec.env_id!r} cannot be drawn: {why}") from error
         if not isinstance(frame, np.ndarray):
-            how = "its render() gave no array (an env whose constructor has the argument render_mode gets rgb_array)"
+            how = self.undrawn or "its render() gave no array (a constructor with render_mode gets rgb_array)"
             raise ConfigError(f"env.id: {self.spec.env_id!r} gives no frames: {how}")
         return frame
 

@@ -108,7 +108,7 @@ def _union(env_id: str, specs: list[Spec]) -> Spec:
     return replace(first, env_id=env_id, obs=obs, action=action, max_episode_steps=limit)
 
 
-def env_edges(env: config.Env, atari: config.Atari) -> Declared:
+def env_adapters(env: config.Env, atari: config.Atari) -> Declared:
     """How the env's observations become arrays, and a policy's actions the env's. Of several tasks: those of the one
     with the most actions.
     """

@@ -213,12 +213,12 @@ def action_map(env_id: str, space: spaces.Space[Any]) -> ActionMap:
     """For the env's action space: starts added, [-1, 1] stretched to finite bounds."""
     if isinstance(space, spaces.Dict | spaces.Tuple):
         return _structured(env_id, space)
-    if isinstance(space, spaces.Discrete):
+    if isinstance(space, spaces.Discrete) and space.n <= _LARGEST_ONE_HOT:
         start = np.array(int(space.start)) if space.start else None
         return ActionMap(ActionSpec("categorical", (int(space.n),)), (), space, start)
-    if isinstance(space, spaces.MultiDiscrete | spaces.MultiBinary):
-        shape = tuple(space.shape)
-        sizes = np.full(shape, 2) if isinstance(space, spaces.MultiBinary) else np.asarray(space.nvec)
+    few = np.sum(getattr(space, "nvec", 0)) <= _LARGEST_ONE_HOT
+    if isinstance(space, spaces.MultiDiscrete | spaces.MultiBinary) and few:
+        shape, sizes = tuple(space.shape), np.asarray(getattr(space, "nvec", np.full(space.shape, 2)))
         first = None if isinstance(space, spaces.MultiBinary) else np.asarray(space.start)
         return ActionMap(ActionSpec("multi", tuple(int(n) for n in sizes.reshape(-1))), shape, space, first)
     if isinstance(space, spaces.Box):
@@ -229,8 +229,8 @@ def action_map(env_id: str, space: spaces.Space[Any]) -> ActionMap:
         if sum(choices) <= _LARGEST_ONE_HOT:
             return ActionMap(ActionSpec("multi", choices), tuple(space.shape), space, space.low.astype(np.int64))
     raise ConfigError(
-        f"env.id {env_id!r}: the action space has {space}; it may be Discrete, MultiDiscrete, MultiBinary, Box (of "
-        f"integers: at most {_LARGEST_ONE_HOT} values), or a Dict or Tuple of those"
+        f"env.id {env_id!r}: the action space has {space}; it may be Discrete, MultiDiscrete, MultiBinary, Box, or a "
+        f"Dict or Tuple of those; integers with at most {_LARGEST_ONE_HOT:,} values"
     )
 
 

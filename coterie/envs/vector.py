@@ -24,7 +24,7 @@ from coterie.envs.backend import Backend, Declared, StepResults, declare
 from coterie.envs.gym import is_gym_id, numbers, open_gym
 from coterie.envs.pool import has_env
 from coterie.envs.spaces import flatten, on_host
-from coterie.plugins import label, named_env, reach
+from coterie.plugins import label, named_env, prepare_import
 from coterie.types import MASK, Array, ConfigError, CoterieError, Obs, Spec, entries, from_entries, json_object, map_obs
 
 _MOST_IDLE = 100  # steps that nothing can be learned from
@@ -63,7 +63,7 @@ def _own_backend(name: str) -> Callable[..., Any]:
 def _vector_maker(env_id: str) -> Callable[..., Any]:
     """What makes a vector env, called with `num_envs`."""
     if is_gym_id(env_id):
-        reach("env.id", env_id.rpartition(":")[0])
+        prepare_import("env.id", env_id.rpartition(":")[0])
         pools = has_env(env_id) and env_id not in gymnasium.registry
         return _no_vector(env_id) if pools else partial(gymnasium.make_vec, env_id)
     make: Callable[..., Any] = named_env("env.id", env_id) if ":" in env_id else _no_vector(env_id)
@@ -248,8 +248,8 @@ def check_results(spec: Spec, batch: StepResults, n: int) -> None:
             raise ConfigError(f"{what} {name} has type {x.dtype}, but its space has {dtype}")
 
 
-def edge(backend: Backend, first: StepResults) -> Callable[[Any], Any]:
-    """What makes a policy's actions the backend's, on the device of its `first` observations."""
+def action_adapter(backend: Backend, first: StepResults) -> Callable[[Any], Any]:
+    """A function that makes a policy's actions the backend's, on the device of its `first` observations."""
     actions, obs = backend.action_map, entries(first.obs)
     if not backend.tensors or actions.leaves:
         return lambda a: actions.to_env(on_host(a))

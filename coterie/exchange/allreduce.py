@@ -248,7 +248,7 @@ def _between_machines(setup: Setup) -> MachineGroup | None:
     optim = replace(config.optim, lr=0.0, schedule=Schedule(), sqrt_scaling_from=0, chunk=0)
     parts = [
         3, replace(config.algo, poll=0, entropy_schedule=Schedule()), config.settings, config.plugins.exchange, optim,
-        setup.params.slices, setup.moments.size, *setup.same,
+        setup.params.slices, setup.moments.size, *setup.lockstep_settings,
     ]  # fmt: skip
     digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:8]
     kind = f"{config.algorithm} on {config.env.id} (weights and settings {digest})"

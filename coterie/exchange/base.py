@@ -81,7 +81,7 @@ class Exchange(ABC):
         return self.board.sum("started")
 
     def start(self, own: int, total: int) -> None:
-        """Go on from this learner's env steps and those of all."""
+        """Restore the counts of env steps: this learner's, and the run's."""
         self.board.counts["started"][self.rank] = own
 
     def count(self, rows: int) -> None:
@@ -110,7 +110,7 @@ class Exchange(ABC):
         """Agree on a gradient, clip and check it, update the weights, clear it; returns its norm before clipping."""
 
     def after_rollout(self, params: FlatParams) -> None:
-        """A rollout was learned."""
+        """Called after a rollout was trained on, to exchange what is not a gradient."""
 
     def report_to(self, log: Callable[[str], None]) -> None:
         """Where to print lines about other machines."""
@@ -153,7 +153,7 @@ class Setup:
     timeout: float  # seconds to wait for another learner
     rule: Rule
     guard: GradientGuard
-    same: tuple[object, ...] = ()  # settings of the algorithm that all learners in lockstep must share
+    lockstep_settings: tuple[object, ...] = ()  # of the algorithm, which all learners in lockstep must share
     note: Note = unrecorded  # an event of the flight record
     flush: Callable[[], None] = unrecorded  # the events so far stay even if the learner is killed
 

@@ -1,4 +1,4 @@
-"""Whose weights a new group of machines takes. What a newcomer says of itself does not choose them."""
+"""Which machine's weights a new group of machines starts from. A newcomer cannot choose its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Request:
     seed: int  # of its envs
     sums: int  # that it took part in
     group: int  # the one that it was in; 0: none
-    first: bool = False  # whether it is the listening machine, which only that one can say
+    first: bool = False  # whether it is the listening machine, which sets this itself
     nonce: str = ""  # that the answer repeats
 
 

@@ -25,7 +25,7 @@ from coterie.launch.retries import Retries
 from coterie.parallel.board import EVALUATE, LAST, SAVE, Board
 from coterie.parallel.clock import awake
 from coterie.parallel.heartbeats import Heartbeats, health
-from coterie.parallel.signals import HANDLED, STOP, WARNING, on_signals
+from coterie.parallel.signals import HANDLED, STOP, WARNING, is_second, on_signals
 from coterie.plugins import label
 from coterie.roles.entry import LearnerReport, Saved
 from coterie.runs import checkpoint
@@ -36,7 +36,7 @@ from coterie.types import CoterieError, Spec, one_line
 
 
 class Coordinator:
-    """The course of a run. `state`: of the checkpoint that it continues from."""
+    """Decides when learners evaluate, save and stop. `state`: of the checkpoint that the run continues from."""
 
     def __init__(
         self, config: ResolvedConfig, folder: Path, spec: Spec, board: Board, *,
@@ -58,10 +58,10 @@ class Coordinator:
         self.saved: dict[int, Saved] = {}  # what its members have reported about their parts
         self.scores: Scores | None = None
         self.places, self.info = set[str](), Means()  # where envs have raised; numbers in their info
-        self.given, self.evaluation, self.retries = 0.0, 0, Retries(config.log.unsaved_limit)  # of orders
+        self.ordered, self.evaluation, self.retries = 0.0, 0, Retries(config.log.unsaved_limit)  # of orders
         self.heartbeats, self.last_checkpoint = Heartbeats(), time.monotonic()
-        self.digests, self.signals = dict[int, str](), signals  # that came while the run started
-        self.signal: signal.Signals | None = None
+        self.digests, self.signals, self.signaled = dict[int, str](), signals, 0.0  # that came while the run started
+        self.signal: signal.Signals | None = None  # the first one, at the time `signaled`
         self.stop: tuple[str, str | None] | None = None  # by a callback: the reason, and the traceback if it raised
         self.over = self.paused = False  # paused: no new order is due
         self.sealed: Path | None = None  # the last checkpoint that this run has made
@@ -111,7 +111,7 @@ class Coordinator:
         self.writer.log(f"{status} {reason}".strip())
         produced, *rest = summary["rows"].values()
         if produced != sum(rest):
-            self.log(f"{produced - sum(rest):,} of {produced:,} rows are not accounted for: a fault of the acting")
+            self.log(f"{produced - sum(rest):,} of {produced:,} rows are not accounted for, a bug of the acting")
         for write in (partial(self.writer.summary, summary), self.writer.close):
             try:
                 write()
@@ -220,18 +220,18 @@ class Coordinator:
             checkpoint.open_draft(self.root, f"order_{number}")
         except CoterieError as error:
             return self.give_up_order(str(error))
-        self.order, self.saved, self.scores, self.given = number, {}, None, awake()
+        self.order, self.saved, self.scores, self.ordered = number, {}, None, awake()
         self.evaluation = number if what & EVALUATE else self.evaluation
         self.board.give(what)
 
     def _follow_order(self) -> None:
         """Complete the checkpoint, once all of its parts exist; give the order up when they are late."""
-        missing = sorted(self.members - self.saved.keys())
+        missing, evaluates = sorted(self.members - self.saved.keys()), self.board.evaluated[0] < self.evaluation
         if not missing and self.saved:  # all learners may be gone; in lockstep, all parts must be of one step
             self._seal() if len({x.env_steps for x in self.saved.values()}) == 1 else self.give_up_order()
-        elif self.board.evaluated[0] < self.evaluation and not self.board.stopping:
-            self.given = awake()  # an evaluation may take as long as it does
-        elif awake() - self.given > self.config.log.stall:
+        elif (evaluates and not self.board.stopping) or (missing and self.board.all_blocked(missing)):
+            self.ordered = awake()  # an evaluation takes as long as it does, and waits have limits of their own
+        elif awake() - self.ordered > self.config.log.stall:
             whose = f"learner {missing[0]}" if missing else "any learner"
             self.give_up_order(f"no checkpoint: no part of {whose} for {self.config.log.stall:g} s")
 
@@ -294,7 +294,7 @@ class Coordinator:
         """A warning makes a checkpoint due. Another signal ends the run after this rollout, a second one at once."""
         if number == WARNING:
             self.last_checkpoint = -math.inf
-        elif self.signal is not None:
+        elif self.signal is None:
+            self.signal, self.signaled = number, time.monotonic()
+        elif is_second(number, time.monotonic() - self.signaled):
             raise KeyboardInterrupt
-        else:
-            self.signal = number

@@ -1,4 +1,4 @@
-"""What a run saves of a learner that is gone, before all go back to that."""
+"""After a learner has died: save what was learned since the last checkpoint, before all learners restart from it."""
 
 from __future__ import annotations
 

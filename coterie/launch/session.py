@@ -166,8 +166,8 @@ def _go(
     check_run(config, spec)
     starting.notes += filter(None, [line or beyond_its_steps(config), crowded(config)])
     if asked.init_from and not resumed:
-        config = replace(config, init_from=str(source_of(Path(asked.init_from))))  # for all: that run may still train
-        starting.notes.append(begin_from(Path(config.init_from), make_model(config, spec)))
+        config = replace(config, init_from=str(source := source_of(Path(asked.init_from))))  # that run may still train
+        starting.notes.append(begin_from(source, make_model(config, spec), acting_kind(config).own_policy))
     (board := Board(config.learners)).release()  # for start-up only: child processes get another one
     if not here:  # learner 0's process finds them by name, and makes them again
         config = replace(config, callbacks=(*config.callbacks, *(name_of("callbacks", one) for one in callbacks)))

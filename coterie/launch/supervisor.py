@@ -22,7 +22,7 @@ from coterie.launch.placement import Placement
 from coterie.launch.rescue import Rescue
 from coterie.launch.retries import NOT_STARTED, RestartBudget, RestartDelays, Starts
 from coterie.parallel.clock import awake
-from coterie.parallel.processes import Child, listen
+from coterie.parallel.processes import Child, exited, listen
 from coterie.roles.entry import Start, learner_process, worker_process
 from coterie.runs import checkpoint
 from coterie.types import ConfigError, CoterieError, counted
@@ -160,7 +160,7 @@ class Supervisor:
         run, reason = self.run, f"learner {rank} {manner}"
         if run.over or (run.ending and rank in run.saved):
             return  # its work was complete
-        if manner.endswith("exit code 1") and self.missed is not None:
+        if manner == exited(1) and self.missed is not None:
             return  # it ended because it lost another learner, whose death is reported next
         if self.group.memory is not None:
             exchange_kind(self.config).leave(self.group.memory, rank)
@@ -271,7 +271,7 @@ class Supervisor:
 
     def _actor_ended(self, row: int, manner: str) -> None:
         run, reason = self.run, f"{self._name(row)} {manner}"
-        if not (run.board.closed and manner.endswith("exit code 0")):  # else it has left, and its counts stay
+        if not (run.board.closed and manner == exited(0)):  # else it has left, and its counts stay
             run.ledger.lose_actor(row, self.group.actor_ended(row))
         if not run.board.closed and not (run.board.stopping and manner == NOT_STARTED):
             self.actor_restarts.restart(reason)

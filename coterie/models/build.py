@@ -25,8 +25,8 @@ from coterie.plugins import call
 from coterie.types import MASK, ConfigError, Inputs, Obs, ObsSpec, Spec, entries, map_obs
 
 
-class Values(NamedTuple):
-    """What the output of a value network of the user's means: values, or logits of `atoms` returns, of each action."""
+class ValueOutput(NamedTuple):
+    """The output of a user's value network: for each action its value, or logits of `atoms` returns."""
 
     actions: int
     atoms: int  # 1: values
@@ -57,12 +57,12 @@ class Network(nn.Module):
         self.outputs = make_distribution(spec.action).head_size if q is None else spec.action.sizes[0] * max(1, q.atoms)
         self.body: nn.Module | None = None
         self.core: Core | None = None
-        self.q: QHead | Values | None = None
+        self.q: QHead | ValueOutput | None = None
         if config.network:
             self.body = call("model.network", config.network, replace(spec, obs=obs), config, self.outputs)
             if not isinstance(self.body, nn.Module):
                 raise ConfigError(f"model.network: it must be a torch.nn.Module, not {type(self.body).__name__}")
-            self.q = Values(spec.action.sizes[0], max(1, q.atoms)) if q is not None else None
+            self.q = ValueOutput(spec.action.sizes[0], max(1, q.atoms)) if q is not None else None
         else:
             self._build(obs, q)
         if q is not None and q.atoms:
@@ -113,7 +113,7 @@ class Network(nn.Module):
             params, value, core_state = self._custom(inputs, obs, core_state)
         else:
             params, value, core_state = self._forward(inputs, obs, core_state)
-        params, value = self._finished(params, value, legal)
+        params, value = self._postprocess(params, value, legal)
         if len(axes) != 1:
             params, value = params.reshape(*axes, -1), value.reshape(*axes, 1)
         return params, value.squeeze(-1), core_state
@@ -157,7 +157,7 @@ class Network(nn.Module):
             if (shape := None if x is None else tuple(x.shape)) not in shapes:
                 raise ConfigError(f"model.network: it returned {what} of shape {shape}, not {shapes[0]}")
         params, value, core_state = found
-        value = params[..., 0] if value is None else value  # `_finished` replaces it
+        value = params[..., 0] if value is None else value  # `_postprocess` replaces it
         return params.float().flatten(0, -2), value.float().reshape(-1, 1), core_state
 
     def _without_mask(self, obs: Obs) -> tuple[Obs, Tensor]:
@@ -169,11 +169,11 @@ class Network(nn.Module):
         """In float32: a log-prob has no digits to spare."""
         if isinstance(self.q, QHead):
             params = self.q(x.float())
-            return params, params[..., :1]  # the value is that of the best, see `_finished`
+            return params, params[..., :1]  # the value is that of the best, see `_postprocess`
         return self.policy(x.float()), self.value(v.float())
 
-    def _finished(self, params: Tensor, value: Tensor, legal: Tensor | None) -> tuple[Tensor, Tensor]:
-        """With illegal choices marked, and the log deviations of continuous actions."""
+    def _postprocess(self, params: Tensor, value: Tensor, legal: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Mark illegal choices, and append the log deviations of continuous actions."""
         if legal is not None:
             legal = legal if self.q is None else legal.repeat_interleave(self.q.atoms, -1)
             k = legal.shape[-1]

@@ -14,8 +14,10 @@ from coterie.types import ConfigError, Inputs, ObsSpec, from_entries
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
-def try_out(model: Network) -> None:
-    """Run it on 2 x 3 rows, and on some of these. Raises a `ConfigError` where parts of the user's cannot work."""
+def try_out(model: Network, single_steps: bool = False) -> None:
+    """Run it on 2 x 3 rows, and on some of these. Raises a `ConfigError` where parts of the user's cannot work.
+    `single_steps`: the algorithm knows nothing of the step before.
+    """
     spec, rows, rng = model.spec, (2, 3), torch.Generator().manual_seed(0)
     obs = {k: _sample(s, rows, rng) for k, s in spec.obs.items()}
     action = torch.zeros(*rows, *spec.action.shape, dtype=getattr(torch, spec.action.dtype))
@@ -23,9 +25,9 @@ def try_out(model: Network) -> None:
     inputs = Inputs(from_entries(obs), is_first, action, torch.zeros(rows))
 
     @torch.no_grad()
-    def run(begin: int = 0, end: int = 2, envs: int = 3, state: Tensor | None = None) -> Any:
+    def run(begin: int = 0, end: int = 2, envs: int = 3, state: Tensor | None = None, of: Inputs = inputs) -> Any:
         state = model.initial_state(envs) if state is None else state
-        return model(inputs.map(lambda x: x[begin:end, :envs]), state)
+        return model(of.map(lambda x: x[begin:end, :envs]), state)
 
     before = {name: x.clone() for name, x in model.named_buffers()}
     params, values, state = one = run()
@@ -36,6 +38,12 @@ def try_out(model: Network) -> None:
             raise ConfigError(f"model: forward changes the buffer {name}, which does not reach other processes")
     if not _same((params[:, :1], values[:, :1]), run(envs=1)):
         raise ConfigError("model: what it makes of an env depends on the other envs of the batch")
+    other = torch.ones_like(action) if min(spec.action.sizes, default=2) > 1 else action
+    later = inputs._replace(is_first=~is_first, prev_action=other, prev_reward=torch.ones(rows))
+    if single_steps and not _same(one, run(of=later)):
+        raise ConfigError(
+            "model: what it makes of a step depends on the step before, which this algorithm does not know"
+        )
     if state is not None:
         first = run(end=1)
         if not (_same((params[:1], values[:1]), first) and _same((params[1:], values[1:]), run(1, state=first[2]))):

@@ -16,8 +16,8 @@ _last, _stopped = time.monotonic(), 0.0
 
 
 def awake() -> float:
-    """Seconds on a clock that stands still while this process does: after Ctrl-Z, SIGSTOP, a frozen container or a
-    paused machine no deadline has passed. A wait reads it at least once in two seconds.
+    """Monotonic seconds without the time for which this process was suspended: no deadline passes during Ctrl-Z,
+    SIGSTOP, a frozen container or a paused machine. A wait reads it at least every two seconds.
     """
     global _last, _stopped
     with _lock:

@@ -85,6 +85,11 @@ def _forget_server() -> None:
 os.register_at_fork(after_in_child=_forget_server)
 
 
+def exited(code: int) -> str:
+    """How a process ended, in words, that ended by itself."""
+    return f"ended with exit code {code}"
+
+
 class Child:
     """A started process that runs `target(post, *args)`; its messages and its end come from `listen`."""
 
@@ -123,7 +128,7 @@ class Child:
             return "was killed, but is still there"
         if code == -signal.SIGKILL:
             return "was killed by SIGKILL (the kernel does so when memory runs out)"
-        return f"was killed by {name_of(-code)}" if code < 0 else f"ended with exit code {code}"
+        return f"was killed by {name_of(-code)}" if code < 0 else exited(code)
 
     def messages(self) -> Iterator[tuple[str, Any]]:
         """The messages that have arrived whole. Never blocks: a child may be stopped in the middle of one."""

@@ -12,6 +12,7 @@ _LIBC = ctypes.CDLL(None)  # before a fork
 STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, a scheduler, a closed terminal
 WARNING = signal.SIGUSR1  # of a scheduler: the machine may be taken away soon
 HANDLED = (*STOP, WARNING)  # by the parent alone
+_TOGETHER_S = 1.0  # signals within this time have one cause
 
 
 @contextmanager
@@ -32,6 +33,13 @@ def on_signals(note: Callable[[signal.Signals], None], numbers: Sequence[signal.
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def is_second(number: signal.Signals, since: float) -> bool:
+    """Whether a signal that comes `since` seconds after a first one asks to end at once. A terminal that closes may
+    send SIGHUP twice; a batch system signals a sweep and its runs, and the sweep signals the runs as well.
+    """
+    return number == signal.SIGINT or (number != signal.SIGHUP and since > _TOGETHER_S)
 
 
 def stop_with_parent() -> None:

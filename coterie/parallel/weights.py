@@ -61,7 +61,7 @@ class Weights(InSharedMemory):
             if version is not None:
                 return version
             if awake() > end:
-                raise CoterieError(f"no whole weights were published for {timeout:g} s: the learner hangs")
+                raise CoterieError(f"no weights were published for {timeout:g} s: the learner hangs")
             time.sleep(1e-4)
 
     def read_version(self, version: int, weights: Tensor, moments: Tensor) -> bool:

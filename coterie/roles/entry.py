@@ -75,7 +75,7 @@ class Saved(NamedTuple):
     order: int
     counts: dict[str, int]  # as of that part
     digest: str  # of the last weights
-    env_steps: int = 0  # of the run, where all learners count alike: the same for parts that fit together
+    env_steps: int = 0  # of the run, under an exchange in lockstep, where all parts of a checkpoint must agree
 
 
 def learner_process(post: Post, config: ResolvedConfig, folder: Path, context: ProcessContext, start: Start) -> None:
@@ -136,18 +136,9 @@ class LearnerService:
         # Given before the learners began: the checkpoint at step 0. One that rejoins has no weights worth saving yet.
         if self.has_order and not self.learner.context.rejoin:
             self.execute_order()
-        try:
-            self.learner.run(self.after_rollout)
-            if not (self.trained or self.learner.is_over()):
-                raise CoterieError(f"acting: its rollouts ended after {self.learner.progress.env_steps:,} env steps")
-        except PeerLost:
-            self._save_for_all()
-            raise
-        except Exception:
-            with suppress(Exception):  # which envs were replaced, for example
-                self.learner.write_counts()
-                self.post("report", self.learner.news())
-            raise
+        self.learner.run(self.after_rollout, self._on_error)
+        if not (self.trained or self.learner.is_over()):
+            raise CoterieError(f"acting: its rollouts ended after {self.learner.progress.env_steps:,} env steps")
         self.learner.write_counts()  # env hosts go on during the training on the last rollout
         self.report()
         posted = -math.inf
@@ -196,15 +187,22 @@ class LearnerService:
         self.trained = stop or learner.exchange.env_steps >= learner.config.steps
         return self.trained
 
-    def _save_for_all(self) -> None:
-        """Another learner is gone: save what was learned since the last checkpoint, if the parent orders it."""
+    def _on_error(self, error: BaseException) -> None:
+        """Report once more. If another learner is gone, save what was learned since the last checkpoint, if the parent
+        orders it.
+        """
 
         def is_held() -> bool:
             return self.has_order and bool(self.board.order[1] & HOLD)  # an older order may be pending
 
-        self._beat_until(is_held, RESCUE_S)
-        if is_held():
-            self.execute_order()
+        if isinstance(error, PeerLost):
+            self._beat_until(is_held, RESCUE_S)
+            if is_held():
+                self.execute_order()
+        elif isinstance(error, Exception):
+            with suppress(Exception):  # which envs were replaced, for example
+                self.learner.write_counts()
+                self.post("report", self.learner.news())
 
     def report(self) -> None:
         """Copy the weights for a rescue, then post what is new. One of two copies fits the last report to arrive."""

@@ -37,7 +37,6 @@ from coterie.envs.news import EnvNews
 from coterie.exchange.table import exchange_kind
 from coterie.flight.life import unrecorded
 from coterie.instruments.consensus import Changes, GradientSamples
-from coterie.instruments.flight import Schedule
 from coterie.instruments.norms import Norms
 from coterie.instruments.secondary import Secondary
 from coterie.learner import Gradients, LearnerParts, Observer, Progress, learn
@@ -49,7 +48,7 @@ from coterie.parallel.params import FlatParams
 from coterie.parallel.stages import Stages
 from coterie.parallel.threads import Team, set_torch
 from coterie.remote.admission import Servers
-from coterie.roles.life import LifeRecorder
+from coterie.roles.life import FlightNotes, LifeRecorder
 from coterie.runs.checkpoint import CheckpointPart
 from coterie.types import Rollout, counted, one_line
 
@@ -87,8 +86,7 @@ class LearnerProcess:
         self.progress, self.stages = Progress(), Stages()
         self._counts_lock, self._outliers_said = threading.Lock(), False
         self.before: dict[str, int] = {}  # this learner's counts when it was started
-        self.flight = flight = LifeRecorder(config, context, life_number)
-        made.callback(flight.close)
+        self.flight = flight = made.enter_context(closing(LifeRecorder(config, context, life_number)))
         self.moments = moments = normalizers(config, self.model)
         self.exchange = exchange_kind(config).connect(
             exchange_setup(config, self.params, moments, context, resources.team, flight.note, flight.flush)
@@ -140,7 +138,7 @@ class LearnerProcess:
         config, context, resources = self.config, self.context, self.resources
         if (note := self.flight.note) is not unrecorded:
             poll, every = config.algo.poll or unroll_length, config.log.digest_every
-            self.observers.append(Schedule(self.params, self.moments, self.progress, poll, every, note))
+            self.observers.append(FlightNotes(self.params, self.moments, self.progress, poll, every, note))
         if context.gradients is not None:
             self.observers.append(GradientSamples(self.params, context.gradients, context.rank, config.log.cosines))
         if context.changes is not None and context.memory is not None:
@@ -240,10 +238,9 @@ class LearnerProcess:
 
     def gauges(self) -> dict[str, float]:
         """Values of all parts for the metrics."""
-        found: dict[str, float] = {}
+        found = self.algorithm.gauges() | self.acting.gauges() | self.exchange.gauges()
         for observer in self.observers:
             found |= observer.gauges()
-        found |= self.algorithm.gauges() | self.acting.gauges() | self.exchange.gauges()
         if self.config.model.normalize_obs:
             found["normalizer/clamped"] = self._outliers
         return found | self.servers.traffic(self.acting.counts().get("produced", 0))
@@ -256,8 +253,8 @@ class LearnerProcess:
             self.context.learners, self.progress, self.stages, self.observers,
         )  # fmt: skip
 
-    def run(self, on_rollout: Callable[[Rollout], bool]) -> None:
-        """Train until `on_rollout` returns True."""
+    def run(self, on_rollout: Callable[[Rollout], bool], on_error: Callable[..., None] = lambda error: None) -> None:
+        """Train until `on_rollout` returns True. `on_error`: called before envs are closed, which may take long."""
         with self.exchange, self._opened:
             try:
                 learn(self.parts, on_rollout)
@@ -265,6 +262,7 @@ class LearnerProcess:
                 self._ended = True
             except BaseException as error:
                 self.flight.note("end", one_line(error))
+                on_error(error)
                 raise
 
     def _close_servers(self) -> None:
@@ -294,7 +292,9 @@ class LearnerProcess:
         self.exchange.load_state_dict(tensors["exchange"])
         self.algorithm.load_state_dict(tensors["algorithm"])
         for g, rng in enumerate(self.rngs):
-            if (state := tensors["rng"].get(f"policy_{g}")) is not None:  # another machine may have fewer groups
-                rng.set_state(state)
+            state = tensors["rng"].get(
+                f"policy_{g}", torch.empty(0)
+            )  # of a machine with fewer groups, or another device
+            rng.set_state(state if len(state) == len(rng.get_state()) else rng.get_state())
         for observer in self.observers:
             observer.load(tensors)

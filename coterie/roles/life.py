@@ -1,4 +1,4 @@
-"""The flight record of one life of a learner's process: what it begins with, and how it ends."""
+"""The flight record of one life of a learner's process: what it begins with, what it trains on, and how it ends."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ from coterie.build.resources import Resources
 from coterie.config import ResolvedConfig
 from coterie.flight.life import Note, unrecorded
 from coterie.flight.record import FlightRecorder, path_of
+from coterie.flight.sums import rollout_sums, weight_sums
+from coterie.learner import Observer, Progress
+from coterie.models.heads import Moments
+from coterie.parallel.params import FlatParams
 from coterie.runs.checkpoint import CheckpointPart, Tensors, digest
 from coterie.runs.machine import arithmetic, versions
+from coterie.types import Rollout
 
 
 class LifeRecorder:
@@ -78,6 +83,33 @@ class LifeRecorder:
             return ""
         reason, self.recorder = self.recorder.failed, None
         return f"the flight record ends here, so that a replay does, too: {reason}"
+
+
+class FlightNotes(Observer):
+    """Notes each rollout, and the weights every `every` learner steps (docs/reference/flight.md).
+
+    "rollout": learner step, the run's env steps, origins, the versions of each origin's weights, `rollout_sums`.
+    "weights": learner step, `weight_sums`. "final": the same at the end, if not noted.
+    """
+
+    def __init__(
+        self, params: FlatParams, moments: Moments, progress: Progress, poll: int, every: int, note: Note
+    ) -> None:
+        self.params, self.moments, self.progress, self.every, self.note = params, moments, progress, every, note
+        self.poll = poll  # rows with the same weights
+
+    def begin(self, rollout: Rollout, env_steps: int) -> None:
+        version = rollout.policy_version.cpu().numpy()
+        versions = version[:: self.poll, :: version.shape[1] // max(1, len(rollout.origins))].T.tolist()
+        self.note("rollout", self.progress.learner_steps, env_steps, rollout.origins, versions, *rollout_sums(rollout))
+
+    def step(self) -> None:
+        if (steps := self.progress.learner_steps + 1) % self.every == 0:
+            self.note("weights", steps, weight_sums(self.params, self.moments.read()))
+
+    def end(self) -> None:
+        if (steps := self.progress.learner_steps) % self.every:
+            self.note("final", steps, weight_sums(self.params, self.moments.read()))
 
 
 def digest_of_state(tensors: Tensors) -> str:

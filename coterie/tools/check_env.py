@@ -11,6 +11,7 @@ import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from functools import wraps
 from itertools import count, islice, pairwise
 from typing import Any
 
@@ -23,7 +24,7 @@ from coterie.config import Atari, Env
 from coterie.envs.backend import Backend, StepResults
 from coterie.envs.gym import Instance
 from coterie.envs.local import LocalBackend
-from coterie.envs.make import env_edges, make_spec
+from coterie.envs.make import env_adapters, make_spec
 from coterie.envs.pool import PoolBackend, has_env
 from coterie.envs.spaces import leaf_of, leaf_spaces, random_actions
 from coterie.envs.vector import APART, make_together
@@ -71,7 +72,8 @@ def command(options: Namespace) -> int:
 
 def _check(env: Env, steps: int, render: bool, alive: Callable[[], None] = lambda: None) -> tuple[list[str], list[str]]:
     """What to fix, and what else is worth knowing. `alive` is called after each answer of the env."""
-    spec, mend, edges = make_spec(env, Atari()), dict[str, str](), env_edges(env, Atari())
+    spec, mend, edges = make_spec(env, Atari()), dict[str, str](), env_adapters(env, Atari())
+    alive()
     together, pool = env.backend not in APART, has_env(env.id) and env.backend in ("auto", "pool")
     if together and render:
         raise ConfigError("--render: only envs that run apart are drawn, with env.backend auto")
@@ -82,6 +84,7 @@ def _check(env: Env, steps: int, render: bool, alive: Callable[[], None] = lambd
         facts.append(f"agents: {spec.agents}, each an env of env.num_envs")
 
     def copy(rendered: bool = False) -> Any:
+        alive()
         if together:
             return CheckingBackend(make_together(env, [*range(1, max(1, env.num_envs) + 1)]), mend)
         if pool:
@@ -112,24 +115,39 @@ def _check(env: Env, steps: int, render: bool, alive: Callable[[], None] = lambd
     if spec.masked and (edges.mask or spec.agents == 1):
         facts.append("gymnasium's or PettingZoo's checker was left out: it does not know this action mask")
     elif not (pool or together):
-        return [*mend.values(), *_by_checker(env)], facts
+        return [*mend.values(), *_by_checker(env, alive)], facts
     return [*mend.values()], facts
 
 
-def _by_checker(env: Env) -> Iterator[str]:
+def _by_checker(env: Env, alive: Callable[[], None]) -> Iterator[str]:
     with warnings.catch_warnings(record=True) as caught, closing(LocalBackend(env, [1])) as made:
         warnings.simplefilter("always")
         package = "pettingzoo" if made.spec.agents > 1 else "gymnasium"
+        checked = made.env.env if package == "pettingzoo" else made.env
+        for name in ("reset", "step"):
+            setattr(checked, name, _followed(getattr(checked, name), alive))
         try:
             if package == "pettingzoo":
-                importlib.import_module("pettingzoo.test").parallel_api_test(made.env.env, num_cycles=_SAME)
+                importlib.import_module("pettingzoo.test").parallel_api_test(checked, num_cycles=_SAME)
             else:
-                env_checker.check_env(made.env, skip_render_check=True, skip_close_check=True)
+                env_checker.check_env(checked, skip_render_check=True, skip_close_check=True)
         except (Exception, SystemExit) as error:
             yield f"{package}: {one_line(error).removeprefix('AssertionError: ')}"
     for text in dict.fromkeys(re.sub(r"\x1b\[\d+m|WARN: ", "", str(one.message)) for one in caught):
         if not _KNOWN.search(text):
             yield f"{package}: {text}"
+
+
+def _followed(call: Callable[..., Any], alive: Callable[[], None]) -> Callable[..., Any]:
+    """The call, with `alive` after it."""
+
+    @wraps(call)
+    def both(*args: Any, **kwargs: Any) -> Any:
+        answer = call(*args, **kwargs)
+        alive()
+        return answer
+
+    return both
 
 
 def _play(backend: Backend, alive: Callable[[], None]) -> Iterator[StepResults]:

@@ -86,9 +86,10 @@ class Job:
             resumed = train and begun and checkpoint.latest(self.folder / "checkpoints") is not None
             if begun and not resumed:
                 self._clear()
-            note.truncate(0)
-            note.write(json.dumps(self._asked()))
-            note.flush()
+            if not begun:  # or a full disk would leave an empty note of a run that can be continued
+                note.truncate(0)
+                note.write(json.dumps(self._asked()))
+                note.flush()
             log = opened.enter_context(self.beside(".txt").open("ab" if resumed else "wb"))
             out = log if train else opened.enter_context(self.beside(".json").open("wb"))
             process = subprocess.Popen(
@@ -114,6 +115,7 @@ class Job:
             if (self.folder / "config.json").exists():
                 raise ConfigError(f"--out: {self.folder} holds a run that this command did not begin; name another")
             return False
+        before = _without_out(before)  # earlier versions saved it
         words = [word for word in before if isinstance(word, str)]
         if before != (list(self.args) if words == before else self._asked()):  # earlier versions saved the words alone
             other = "other options" if words != list(self.args) else "a different config file"
@@ -132,6 +134,12 @@ class Job:
         for name in (*RUN_FILES, "events.out.*"):
             for path in self.folder.glob(name):
                 path.unlink(missing_ok=True)
+
+
+def _without_out(words: Sequence[Any]) -> list[Any]:
+    """Options without `--out`, which names the folder of a whole sweep."""
+    pairs = zip(["", *words], words, strict=False)
+    return [word for last, word in pairs if last != "--out" and str(word).partition("=")[0] != "--out"]
 
 
 def _prepare() -> None:
@@ -182,13 +190,10 @@ def parse_grid(axes: Sequence[str]) -> list[dict[str, str]]:
 
 
 def plan_runs(args: Sequence[str], config: Config, seeds: Sequence[int], grid: Sequence[dict[str, str]]) -> list[Job]:
-    """A run for each point of the grid and each seed; its folder's name tells which it is. Raises `ConfigError`."""
+    """A run for each point of the grid and each seed; folders begin with `config.out`. Raises `ConfigError`."""
     if config.ray.storage:
         raise ConfigError("ray.storage: all runs of a sweep would share it; leave it empty, or start them one by one")
-    base = os.path.expanduser(config.out) or time.strftime(
-        f"runs/{config.preset}-{file_name(config.env.id)}-%m%d-%H%M%S"
-    )
-    jobs = []
+    base, args, jobs = os.path.expanduser(config.out), _without_out(args), []
     for point in grid:
         words = "".join("-" + file_name(f"{name.rpartition('.')[2]}-{value}") for name, value in point.items())
         options = [word for name, value in point.items() for word in (f"--{name}", value)]
@@ -203,9 +208,10 @@ def plan_runs(args: Sequence[str], config: Config, seeds: Sequence[int], grid: S
     return jobs
 
 
-def run_jobs(jobs: Sequence[Job], at_once: int) -> int:
+def run_jobs(jobs: Sequence[Job], at_once: int, out: str = "") -> int:
     """Run them; returns the worst exit code. Prints a line for each job that ends, and now and then one of progress.
-    Raises `ConfigError` if another process runs one of them.
+    `out`: with which `--out` the same command continues; "": it needs none. Raises `ConfigError` if another process
+    runs one of them.
     """
     todo, screen = [], Starting()  # its thread waits for a terminal that is not read, which holds up no run
     screen.says = False
@@ -215,7 +221,10 @@ def run_jobs(jobs: Sequence[Job], at_once: int) -> int:
                 screen.say(f"{job.name}: {job.outcome()} (already done) {job.folder}")
             else:
                 todo.append(job)
-        return _run(todo, len(jobs), at_once, screen.say)
+        code = _run(todo, len(jobs), at_once, screen.say)
+        if code == EXIT_INTERRUPTED:
+            screen.say(f"stopped; the same command continues{f' with --out {out}' * bool(out)}")
+        return code
     finally:
         screen.close()
         if screen.stuck:
@@ -255,10 +264,7 @@ def _run(todo: list[Job], whole: int, at_once: int, say: Callable[[str], None]) 
                     say(progress([job for _, job in running.values()], done, whole))
         finally:
             _end(running, say)
-    if stop:
-        say("stopped; the same command with the same --out continues")
-        return EXIT_INTERRUPTED
-    return worst
+    return EXIT_INTERRUPTED if stop else worst
 
 
 def _end(running: dict[int, tuple[subprocess.Popen[bytes], Job]], say: Callable[[str], None]) -> None:

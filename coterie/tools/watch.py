@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from coterie.build.evaluate import Player, load
 from coterie.envs.make import make_rendered
 from coterie.envs.tasks import task_config, tasks
 from coterie.extras import needs
-from coterie.plugins import NameOrObject
+from coterie.plugins import NameOrObject, in_one_line, label
 from coterie.runs.files import discard
 from coterie.types import ConfigError, CoterieError, reason_of
 
@@ -38,25 +39,30 @@ def watch(
         raise ConfigError(f"--out: {path} is a folder")
     first = tasks(policy.config.env.id)[0]
     config = task_config(policy.config, first)  # the first of several tasks
-    env = replace(config.env, decorrelate=0)
-    frames = 0
+    longest = config.eval.max_episode_steps or config.env.max_episode_steps
+    env = replace(config.env, decorrelate=0, delay=0.0, max_episode_steps=longest)
+    frames, playing = 0, partial(in_one_line, f"the episode of {label(first)}")
     envs, render = make_rendered(env, config.atari, seed=seed, union=first != policy.config.env.id)
     with envs:
         player = Player(policy.algorithm, policy.model, envs.spec, envs.num_envs, seed)
         returns = np.full(envs.num_envs, np.nan)
-        ts = envs.recv(0)
+        with playing():
+            ts = envs.recv(0)
         try:
             draft.touch()
             fps = max(1, round(60 / envs.spec.action_repeat)) if envs.spec.action_repeat > 1 else _FPS
             with imageio.get_writer(draft, fps=fps, macro_block_size=2) as video:
                 while frames < _MOST_FRAMES:
-                    video.append_data(_even(render()))
+                    with playing():
+                        frame = _even(render())
+                    video.append_data(frame)
                     frames += 1
                     returns = np.where(np.isnan(returns), ts.episode_return, returns)
                     if not np.isnan(returns).any():
                         break
-                    envs.send(0, player.act(ts.obs, ts.is_first, ts.reward, sampled))
-                    ts = envs.recv(0)
+                    with playing():
+                        envs.send(0, player.act(ts.obs, ts.is_first, ts.reward, sampled))
+                        ts = envs.recv(0)
             by_ffmpeg = type(video).__module__.endswith(".ffmpeg")  # imageio does not say that it failed
             if by_ffmpeg and not _is_whole(draft, frames):
                 raise OSError("the video is not whole; the disk may be full")

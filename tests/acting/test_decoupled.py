@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import replace
 from itertools import count, islice
 from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 import torch
 
-from coterie.acting.actor import ActorMemory
+from coterie.acting.actor import ActorMailbox, ActorMemory
 from coterie.acting.base import MemorySetup
 from coterie.build.resources import resolve_config
+from coterie.parallel.board import Board
+from coterie.parallel.stages import Stages
 from coterie.types import CoterieError, Inputs
 from tests.conftest import VECTOR, make_config
 from tests.support.crew import crewed
@@ -89,6 +93,26 @@ def test_decoupled_acting_without_rollouts_ends_with_a_reason():
         learner.context.board.close()  # the actors leave
         with pytest.raises(CoterieError, match=r"no batch of rollouts for 0\.3 s: the actors hang"):
             deque(steps(learner))
+
+
+def test_an_actor_waits_as_long_as_any_learner_is_alive(monkeypatch):
+    """Its own may wait for one that evaluates."""
+    mailbox, board, asked = ActorMailbox.__new__(ActorMailbox), Board(2, 1), count()
+    monkeypatch.setattr(board, "heartbeats", np.full(3, time.monotonic() - 100))
+    mailbox.board, mailbox.row, mailbox.number, mailbox.timeout = board, 2, 0, 0.2
+    mailbox.check, mailbox.stages, mailbox.recorders = (lambda: None), Stages(), {(0, 0): "a recorder"}
+    mailbox.slots = SimpleNamespace(take=lambda number: None, need={(0, 0): 0})
+    mailbox.weights = SimpleNamespace(version=0)
+    with pytest.raises(CoterieError, match=r"no slot for a rollout for 0\.2 s: the learner hangs"):
+        mailbox.next()
+
+    def take(number):
+        board.heartbeats[0] = time.monotonic()
+        time.sleep(0.05)
+        return (0, 0) if next(asked) == 10 else None
+
+    mailbox.slots.take = take
+    assert mailbox.next() == "a recorder"
 
 
 @pytest.mark.parametrize(("actors", "envs", "batch", "batches"), [(2, 32, 32, 3), (15, 240, 32, 10), (4, 16, 8, 4)])

@@ -35,6 +35,7 @@ def test_batches_are_the_same_where_observations_are_as_on_a_gpu(name, monkeypat
 )
 def test_of_a_stack_the_newest_frame_is_stored_if_all_tasks_are_atari_games(env, frames):
     assert stacked_frames(make_config(**{"env.id": env})) == frames
+    assert stacked_frames(make_config(**{"env.id": env, "env.action_repeat": 2})) == 0
 
 
 @pytest.mark.parametrize("name", ["double", "r2d2"])

@@ -173,7 +173,7 @@ def test_the_effective_sample_size_is_that_of_the_valid_rows_and_a_small_one_is_
     log_ratio = torch.randn(6, 4) * 3
     weight = log_ratio[valid].clamp(max=math.log(1e3)).exp().double()
     for _ in range(120):
-        watched = measure.watch(log_ratio, bar=1.0)
+        watched = measure.diagnostics(log_ratio, clip=1.0)
         loss = combine({"none": (0.0, torch.zeros(6, 4))}, watched, valid, valid.numel()).metrics
         metrics = {k: float(x) * valid.numel() / int(valid.sum()) for k, x in loss.items()}  # as `Gradients` does
         batch: Any = SimpleNamespace(metrics=metrics)

@@ -20,7 +20,7 @@ from coterie.build.evaluate import Trial, evaluate, evaluate_run, load
 from coterie.cli.main import main
 from coterie.envs.spaces import obs_fields
 from coterie.tools.watch import watch
-from coterie.types import ConfigError
+from coterie.types import ConfigError, CoterieError
 from tests.support.runs import small_ppo
 
 
@@ -72,7 +72,7 @@ class Scaled(gymnasium.Env):
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_policy_plays_in_other_envs_with_the_same_spaces(tmp_path, capsys):
+def test_a_policy_plays_in_other_envs_with_the_same_spaces(tmp_path, capsys, monkeypatch):
     out, scale = tmp_path / "run", {"env.kwargs": {"scale": 5.0}}
     limit = {"eval.max_episode_steps": 4}
     coterie.train(small_ppo(out, steps=100, env=Scaled, **{"env.kwargs": {"scale": 2.0}}, **limit), quiet=True)
@@ -92,7 +92,10 @@ def test_a_policy_plays_in_other_envs_with_the_same_spaces(tmp_path, capsys):
     assert main(["watch", str(out), *more]) == 0  # its constructor takes render_mode
     assert "3 frames, return 6.0" in capsys.readouterr().out
     drawn = {"env": partial(Scaled, render_mode="rgb_array"), "env.kwargs": {}}
-    assert watch(out, **drawn)[1:] == (5.0, 6)
+    assert watch(out, **drawn)[1:] == (4.0, 5)  # as an evaluation, to its limit
+    monkeypatch.setattr(Scaled, "step", lambda self, action: int("x"))
+    with pytest.raises(CoterieError, match=r"^the episode of .*Scaled: ValueError: invalid literal .* \(.*, line"):
+        watch(out)
     with pytest.raises(ConfigError, match=r"give each array a first axis: np.asarray\(x\)\[None\]"):
         load(out)({"a": np.zeros(2), "b": 1})
     with pytest.raises(ConfigError, match=r"^obs: a dict with keys a, b is needed, not an array$"):

@@ -41,7 +41,8 @@ def test_both_precisions_are_measured_on_one_thread_without_touching_random_numb
     before, threads = torch.get_rng_state(), torch.get_num_threads()
     found = measure("cpu")
     assert 0.01 < found.speed < 100
-    assert 0 < found.error < precision.ROUNDING
+    avx2 = torch.backends.cpu.get_cpu_capability() == "AVX2"  # there torch adds up weight gradients in bf16
+    assert 0 < found.error < (2 if avx2 else 1) * precision.ROUNDING
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.get_num_threads() == threads
 

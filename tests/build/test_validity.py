@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,20 @@ def test_a_network_without_noisy_layers_is_refused_with_q_noisy(monkeypatch):
     config = presets.dqn("CartPole-v1", **{"model.network": "networks:Simba", "q.noisy": True})
     with pytest.raises(ConfigError, match=r"^q\.noisy: model\.network has no NoisyLinear"):
         validity.check(resolve_config(config), make_spec(config.env, config.atari))
+
+
+def test_a_network_that_reads_the_last_reward_is_refused_where_single_steps_are_learned():
+    for preset, says in (presets.a2c, ""), (presets.dqn, "model: what it makes of a step depends on the step before"):
+        config = preset("CartPole-v1", **{"model.network": "tests.support.networks:Rewarded"})
+        with pytest.raises(ConfigError, match=says) if says else nullcontext():
+            validity.check(resolve_config(config), make_spec(config.env, config.atari))
+
+
+def test_a_secondary_learner_needs_a_replay(monkeypatch):
+    monkeypatch.syspath_prepend(str(TROUBLESHOOTING.parents[2] / "examples"))
+    config = resolve_config(config_of(["pqn:pqn", "--env", "CartPole-v1", "--q.secondary-batch", "64"]))
+    with pytest.raises(ConfigError, match=r"^q\.secondary_batch: 64 needs one learner with a replay"):
+        validity.check(config, make_spec(config.env, config.atari))
 
 
 @pytest.mark.parametrize("more", [["--decoupled.lockstep", "True"], ["--algorithm", "vtrace"],

@@ -145,6 +145,17 @@ def test_an_env_is_made_as_it_wants_to_be():
         made.reset(np.array([0]))
 
 
+def test_an_env_with_an_id_is_drawn_only_if_its_constructor_can():
+    gymnasium.register("Odd-v0", Odd)
+    kwargs = '{"case": "shape"}'
+    with closing(LocalBackend(config.Env("Odd-v0", kwargs=kwargs), [1])) as made:
+        made.env.unwrapped.render = lambda: None
+        with pytest.raises(CoterieError, match=r"gives no frames: .* unexpected keyword argument 'render_mode'"):
+            made.render()
+    with pytest.raises(CoterieError, match=r"missing 1 required positional argument: .case."):
+        LocalBackend(config.Env("Odd-v0"), [1])
+
+
 def test_what_only_looks_like_an_env_is_told_what_to_be():
     told("Closeless", "Closeless is not a gymnasium.Env: inherit from it")
     told("several", "it made a VectorEnv: set env.backend to vector")

@@ -11,7 +11,7 @@ import coterie
 from coterie.build.evaluate import Scores
 from coterie.cli.main import main
 from coterie.config import Atari, Env
-from coterie.envs.make import _union, env_edges, make_spec
+from coterie.envs.make import _union, env_adapters, make_spec
 from coterie.envs.tasks import are_normalized, child_env, overall
 from coterie.runs.metrics import read_metrics
 from coterie.types import ActionSpec, ConfigError, ObsSpec, Spec
@@ -94,7 +94,7 @@ def test_each_learner_has_actors_of_each_task(both, learners, actors):
 def test_atari_tasks_share_the_full_action_set():
     env = Env(id="Pong-v5, Breakout-v5")
     spec = make_spec(env, Atari())
-    assert env_edges(env, Atari()).actions.spec.sizes == spec.action.sizes == (18,)
+    assert env_adapters(env, Atari()).actions.spec.sizes == spec.action.sizes == (18,)
     assert spec.env_id == "Pong-v5, Breakout-v5"
 
 

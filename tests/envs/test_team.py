@@ -199,6 +199,8 @@ def test_check_env_runs_the_test_of_pettingzoo_besides_its_own() -> None:
     assert check_env(CROWD, kwargs='{"how": "nan", "at": 2}')[0] == "reward: nan; a run replaces an env that gives it"
     assert check_env(lambda: Crowd(how="new", at=2))[0] == "agents contains ['x'], which possible_agents does not"
     assert check_env(lambda: Crowd(mask="info")) == []
+    old = type("Old", (Crowd,), {"step": lambda self, actions: ({}, {}, {}, {})})
+    assert check_env(old)[0] == "step must return (observation, reward, terminated, truncated, info), not 4 values"
     assert check_env("pettingzoo/classic/rps_v2", steps=20) == []
 
 

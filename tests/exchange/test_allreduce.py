@@ -213,9 +213,11 @@ def test_machines_with_more_learners_have_longer_schedules_and_train_the_same(mo
 
     def kind(**changes: Any) -> str:
         config = resolve_config(make_config(algorithm="ppo", **{"allreduce.bind": "127.0.0.1:1"}, **changes))
-        same, none = algorithm_class(config).steps_kind(config), SimpleNamespace(slices={}, size=0)
+        settings, none = algorithm_class(config).lockstep_settings(config), SimpleNamespace(slices={}, size=0)
         return allreduce._between_machines(  # type: ignore[return-value]
-            SimpleNamespace(config=config, peers=None, params=none, moments=none, same=same, timeout=1.0)
+            SimpleNamespace(
+                config=config, peers=None, params=none, moments=none, lockstep_settings=settings, timeout=1.0
+            )
         )
 
     longer = {f"{name}.warmup": 9 for name in ("algo.entropy_schedule", "ppo.clip_schedule", "optim.schedule")}

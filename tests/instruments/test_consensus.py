@@ -197,4 +197,4 @@ def test_the_cosine_without_the_value_loss_is_of_the_loss_as_it_is_now():
     learner.run(after(3))
     twin = next(observer.policy for observer in learner.observers if isinstance(observer, Norms))
     learner.close()
-    assert twin.spread > 0
+    assert twin.mean_square > 0

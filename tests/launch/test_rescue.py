@@ -19,6 +19,7 @@ from coterie.launch.rescue import Rescue
 from coterie.launch.supervisor import Supervisor
 from coterie.parallel.board import HOLD, SAVE, Board
 from coterie.parallel.processes import PeerLost
+from coterie.roles import learner_process
 from coterie.roles.entry import LearnerService, Saved
 from coterie.roles.learner_process import LearnerProcess
 from coterie.runs import checkpoint
@@ -75,16 +76,19 @@ def test_a_learner_that_lost_another_carries_out_the_rescue_and_not_an_older_ord
     with closing(LearnerProcess(config, 0, ProcessContext(board=board, folder=tmp_path))) as learner:
         service = LearnerService(learner, tmp_path, lambda kind, content: posted.append((kind, content)))
 
-        def lose(on_rollout: object) -> None:
+        def lose(parts: object, on_rollout: object) -> None:
             board.give(SAVE)
             checkpoint.open_draft(service.root, "order_2")
             threading.Timer(0.3, board.give, (SAVE | HOLD,)).start()
             raise PeerLost("another learner is gone")
 
-        monkeypatch.setattr(learner, "run", lose)
+        monkeypatch.setattr(learner_process, "learn", lose)
+        learner._opened.callback(lambda: posted.append(("closed", None)))
         with pytest.raises(PeerLost):
             service.run()
     assert [content.order for kind, content in posted if kind == "saved"] == [2]
+    kinds = [kind for kind, _ in posted]
+    assert kinds.index("saved") < kinds.index("closed"), "envs may take longer to close than a rescue waits"
 
 
 def test_a_run_that_stops_is_not_starved_while_rows_are_produced(monkeypatch):

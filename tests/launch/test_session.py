@@ -133,6 +133,9 @@ def test_a_killed_run_is_resumed_with_all_its_state(command):
             assert torch.equal(learner.exchange.state_dict()[name], tensor)
         assert torch.equal(learner.rngs[0].get_state(), tensors["learner_0/rng"]["policy_0"])
         assert torch.equal(learner.algorithm.rng.get_state(), tensors["learner_0/algorithm"]["minibatch_rng"])
+        of_a_gpu = {"policy_0": torch.zeros(16, dtype=torch.uint8)}  # the run goes on without one
+        learner.load({**checkpoint.learner(tensors, 0), "rng": of_a_gpu})
+        assert torch.equal(learner.rngs[0].get_state(), tensors["learner_0/rng"]["policy_0"])
     finally:
         learner.close()
     total = state["env_steps"] + 5000

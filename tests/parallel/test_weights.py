@@ -62,5 +62,5 @@ def test_the_last_two_versions_can_be_read():
 
 def test_nothing_published_is_an_error_with_a_reason():
     weights, none = Weights(8, 0), torch.empty(0, dtype=torch.float64)
-    with pytest.raises(CoterieError, match=r"no whole weights were published for 0\.01 s"):
+    with pytest.raises(CoterieError, match=r"no weights were published for 0\.01 s"):
         weights.read(torch.empty(8), none, timeout=0.01)

@@ -18,7 +18,7 @@ import coterie
 from coterie import config
 from coterie.cli.main import main
 from coterie.envs.make import make_spec
-from coterie.plugins import FIELDS, typed_in
+from coterie.plugins import FIELDS, set_command_folder
 from coterie.runs import checkpoint
 from coterie.runs.config_io import load_config, replace
 from coterie.runs.manifest import _seal
@@ -271,7 +271,7 @@ def test_the_folder_of_the_command_is_searched_last_and_only_for_named_code(monk
     (tmp_path / "some_presets.py").write_text("from coterie.presets import ppo\n")
     assert main(["train", "some_presets:ppo", "--env", "CartPole-v1", "--print-config"]) == 0
     assert sys.path == [*before, str(tmp_path)]
-    typed_in("")
+    set_command_folder("")
 
 
 def test_a_checkpoint_of_a_newer_format_is_refused_and_an_older_one_is_read(foreign):

@@ -202,19 +202,26 @@ class Learner(LearnerProcess):
         if self.config.exchange != "gossip":
             self.params.data.fill_(rows)
 
-    def run(self, on_rollout: Callable[[Rollout], bool]) -> None:
-        with self.exchange as exchange:
-            while True:
-                rows = self._wait()
-                exchange.count(rows)
-                self.world.scheduler.pause()
-                exchange.step(self.params, 0.0)
-                self.set_tally(self.tally + rows)
-                self.progress.env_steps += rows
-                self.progress.learner_steps += 1
-                exchange.after_rollout(self.params)
-                if on_rollout(cast(Rollout, SimpleNamespace(episodes=[(1.0, rows, 0)]))):
-                    return
+    def run(self, on_rollout: Callable[[Rollout], bool], on_error: Callable[..., None] = print) -> None:
+        with self.exchange:
+            try:
+                self._learn(on_rollout)
+            except BaseException as error:
+                on_error(error)
+                raise
+
+    def _learn(self, on_rollout: Callable[[Rollout], bool]) -> None:
+        while True:
+            rows, exchange = self._wait(), self.exchange
+            exchange.count(rows)
+            self.world.scheduler.pause()
+            exchange.step(self.params, 0.0)
+            self.set_tally(self.tally + rows)
+            self.progress.env_steps += rows
+            self.progress.learner_steps += 1
+            exchange.after_rollout(self.params)
+            if on_rollout(cast(Rollout, SimpleNamespace(episodes=[(1.0, rows, 0)]))):
+                return
 
     def _wait(self) -> int:
         """The rows of a rollout, once it is there."""
@@ -269,7 +276,7 @@ def act(
     none = cast(Any, None)
     mailbox.check = partial(check, WorkerSetup(none, none, context.board, context.rank, number, row, 1e9))
     mailbox.life_number = mailbox.filled = 0
-    mailbox.learner, mailbox.timeout, mailbox.stages, mailbox.recorders = context.rank, 1e9, Stages(), defaultdict()
+    mailbox.timeout, mailbox.stages, mailbox.recorders = 1e9, Stages(), defaultdict()
     counts = context.board.counts[row]
     mailbox.recorders.default_factory = lambda: None  # type: ignore[assignment]
     with world.shown_alive(context.board, row, config.log.stall), suppress(Stopped):

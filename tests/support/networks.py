@@ -41,6 +41,14 @@ class Mixer(nn.Module):
         return y[..., : self.outputs], y[..., self.outputs], None
 
 
+class Rewarded(Mixer):
+    """It adds the last reward, which a replay of single steps does not have."""
+
+    def forward(self, inputs: Any, core_state: None) -> Any:
+        params, value, _ = super().forward(inputs, core_state)
+        return params + inputs.prev_reward[..., None] * ~inputs.is_first[..., None], value, None
+
+
 class Counter(Mixer):
     """The same with a memory: the largest number that the episode has seen, which it adds to the observation."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import gymnasium
@@ -14,12 +15,16 @@ from gymnasium import spaces
 
 import coterie
 from coterie.cli.main import main
+from coterie.config import Env
 from coterie.envs.testing import Catch, CountingEnv
+from coterie.tools import check_env
 from tests.support.masked import Masked
 
 
 class Faulty(CountingEnv):
-    """`fault`: what is wrong with it."""
+    """`fault`: what is wrong with it. `answers`: resets and steps of all."""
+
+    answers = 0
 
     def __init__(self, fault: str = "") -> None:
         super().__init__()
@@ -27,12 +32,13 @@ class Faulty(CountingEnv):
         self.observation_space = spaces.Dict({"x": spaces.Box(-1, 1, (2,), np.float32)})
 
     def reset(self, *, seed=None, options=None):
+        Faulty.answers += 1
         gymnasium.Env.reset(self, seed=None if self.fault == "seed" else seed)
         self.steps = 0
         return self.look(), {}
 
     def step(self, action):
-        self.steps += 1
+        self.steps, Faulty.answers = self.steps + 1, Faulty.answers + 1
         if self.fault == "raise":
             {}["missing"]
         if self.fault == "exit":
@@ -77,6 +83,15 @@ def test_a_fault_is_named(fault, says):
     found = coterie.check_env(Faulty, kwargs={"fault": fault}, steps=60)
     assert [line for line in found if line.startswith(says)], found
     assert [line for line in found[1:] if not line.startswith("gymnasium: ")] == []
+
+
+def test_each_answer_is_a_sign_of_life(monkeypatch):
+    """Or the check of a slow env ends as that of one that hangs."""
+    monkeypatch.setattr(Faulty, "answers", 0)
+    signs = list[int]()
+    assert check_env._check(Env(f"{__name__}:Faulty"), 50, False, lambda: signs.append(Faulty.answers))[0] == []
+    assert max(b - a for a, b in pairwise(signs)) <= 2  # a new instance resets its env, and is reset
+    assert signs[-1] == Faulty.answers > 250
 
 
 def test_a_check_of_an_env_that_hangs_ends():

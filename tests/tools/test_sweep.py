@@ -68,6 +68,7 @@ def test_a_grid_has_every_combination(tmp_path):
     assert len({job.folder for job in jobs}) == 8
     assert jobs[3].folder.name == "g-lr-1e-3-gamma-0.99-seed1"
     assert jobs[3].args == ("ppo", "--optim.lr", "1e-3", "--algo.gamma", "0.99", "--seed", "1")
+    assert plan_runs(["ppo", "--out", "x", "--out=y"], config, [0], [{}])[0].args == ("ppo", "--seed", "0")
     assert parse_grid([]) == [{}]
     negative = plan_runs(["gala-ppo"], config, [0], parse_grid(["gossip.tau=-1,1"]))
     assert [job.folder.name for job in negative] == ["g-tau--1-seed0", "g-tau-1-seed0"]
@@ -119,7 +120,7 @@ def test_a_stopped_sweep_has_its_exit_code_although_ctrl_c_has_ended_tee_too(tmp
     os.close(read)
     monkeypatch.setattr(Job, "start", start)
     monkeypatch.setattr(sys, "stdout", open(write, "w"))  # noqa: SIM115
-    assert run_jobs([Job("a", TRAIN[1:], tmp_path / "run")], 1) == 75
+    assert run_jobs([Job("a", TRAIN[1:], tmp_path / "run")], 1, "runs/x") == 75
     with pytest.raises(BrokenPipeError):
         sys.stdout.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -95,10 +96,10 @@ def acts_elsewhere(config: Config) -> bool:
     return kind.has_children and not kind.lockstep(config) and len(tasks(config.env.id)) == 1
 
 
-def allocate(config: Config, machines: list[Machine], sites: int = 0) -> Allocation:
-    """Spread gossiping learners over the machines (`sites`: over as many as before), and synchronous ones over as few
-    as have room for them if the network is trusted. All others share the memory of one machine, the first with a GPU if
-    any has one. Workers take the cores that are left.
+def allocate(config: Config, machines: list[Machine], sites: Sequence[int] = ()) -> Allocation:
+    """Spread gossiping learners over the machines, and synchronous ones over as few as have room for them if the
+    network is trusted. All others share the memory of one machine, the first with a GPU if any has one. Workers take
+    the cores that are left. `sites`: the learners of each site, in a resumed run.
     """
     for name in _ADDRESSES:
         if get(config, name):
@@ -117,10 +118,10 @@ def allocate(config: Config, machines: list[Machine], sites: int = 0) -> Allocat
     num_envs = config.env.num_envs or simulators(config, learners)
     config = replace(config, env=replace(config.env, num_envs=num_envs))
     places = [m for m in ordered if room[m.id]] or ordered
-    count = sites or _sites(config, learners, [room[m.id] for m in places])
+    count = len(sites) or _sites(config, learners, [room[m.id] for m in places])
     places = [places[k % len(places)] for k in range(count)]  # a resumed run may have fewer machines than it had
-    shares = [1] * count
-    for _ in range(learners - count):  # to the machine with most room
+    shares = [*sites] or [1] * count
+    for _ in range(learners - sum(shares)):  # to the machine with most room
         shares[max(range(count), key=lambda k: room[places[k].id] - shares[k])] += 1
     found = tuple(Site(k, places[k], n, n * cpus, n if gpus else 0) for k, n in enumerate(shares))
     free = Counter({m.id: m.cpus for m in machines})

@@ -134,6 +134,7 @@ class RayBoard:
         self.addresses: dict[int, Address] = {}
         self.restarts = budgets(allocation.config)
         self.stopped: set[type[RunPart]] = set()
+        self.finished: set[int] = set()  # sites, whose workers shut down
         self.lines: list[str] = []
         self.reported: dict[str, float] = {}  # when each part reported last
 
@@ -171,7 +172,8 @@ class RayBoard:
             if not (_HINTS.match(line) or (alone and _REPORT.match(line))):
                 self.say(line if alone else f"{part.name}: {line}")
         peer = self.addresses.get(0 if isinstance(part, Site) else part.site)
-        return Orders(type(part) in self.stopped, Terms(peer, self.keys))
+        finished = isinstance(part, Worker) and part.site in self.finished
+        return Orders(finished or type(part) in self.stopped, Terms(peer, self.keys))
 
     def say(self, line: str) -> None:
         self.lines.append(line)
@@ -179,6 +181,10 @@ class RayBoard:
     def stop(self, kind: type[RunPart]) -> None:
         """Order all parts of a kind to shut down."""
         self.stopped.add(kind)
+
+    def finish(self, site: int) -> None:
+        """A site has ended: its workers would look for its learners in vain, and use up their restarts."""
+        self.finished.add(site)
 
     def collect(self) -> tuple[list[str], dict[str, float]]:
         """All lines since the last call, and for how many seconds each part has not reported."""

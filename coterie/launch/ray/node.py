@@ -79,14 +79,15 @@ class Node:
         self.board = board
         try:
             self.ask("begin", part)
-            address = open_address(host, 2 * part.learners + 1 if isinstance(part, Site) else 1)
-            if isinstance(part, Site):  # it listens for actors or env hosts, and for gossip
-                self.ask("publish", part.site, address)
+            address = self._publish(host, part)
             while not (orders := self._wait_for_peer(part)).stop:
                 if isinstance(part, Site):
                     if (orders := self._fetch(part)).stop:
                         break
                     if orders.terms.peer is None:  # site 0 moves
+                        continue
+                    if not are_free(address, _ports(part)):  # others have taken one of them since the last start
+                        address = self._publish(host, part)
                         continue
                     if not self._start_site(part, address, orders.terms, target):
                         return Outcome(0, "")
@@ -108,6 +109,13 @@ class Node:
         finally:
             self.end()
             shutil.rmtree(self.here, ignore_errors=True)
+
+    def _publish(self, host: str, part: RunPart) -> Address:
+        """Choose an address; that of a site, which listens for actors or env hosts and for gossip, is made known."""
+        address = open_address(host, _ports(part))
+        if isinstance(part, Site):
+            self.ask("publish", part.site, address)
+        return address
 
     def _wait_for_peer(self, part: RunPart) -> Orders:
         while True:
@@ -260,6 +268,20 @@ class Node:
         except subprocess.TimeoutExpired:
             self.process.kill()
         self.process = None
+
+
+def _ports(part: RunPart) -> int:
+    return 2 * part.learners + 1 if isinstance(part, Site) else 1
+
+
+def are_free(address: Address, count: int) -> bool:
+    """Whether nothing listens at `count` ports, of which the address has the first."""
+    with ExitStack() as held, suppress(OSError):
+        for k in range(count):
+            at = address[0], address[1] + k
+            held.enter_context(socket.create_server(at, family=socket.AF_INET6 if ":" in at[0] else socket.AF_INET))
+        return True
+    return False
 
 
 def open_address(host: str, count: int) -> Address:

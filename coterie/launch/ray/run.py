@@ -24,7 +24,7 @@ from coterie.launch.ray.mirror import ENDED_S, STORED_S, site_url
 from coterie.launch.ray.node import Node, Outcome
 from coterie.launch.ray.storage import Storage
 from coterie.parallel.clock import awake
-from coterie.parallel.signals import on_signals
+from coterie.parallel.signals import is_second, on_signals
 from coterie.runs import checkpoint
 from coterie.runs.config_io import get, save_config
 from coterie.runs.config_io import replace as changed
@@ -55,9 +55,8 @@ def run_on_ray(config: Config, folder: Path, resumed: bool, starting: Starting, 
     starting.doing("connecting to Ray")
     cluster = Cluster(config.ray)
     try:
-        sites = 1 + len(list(folder.glob("sites/*"))) if resumed else 0
         config = config if resumed else _from_anywhere(config)
-        allocation = allocate(config, cluster.machines, sites)
+        allocation = allocate(config, cluster.machines, _sites_of(folder, config) if resumed else ())
         if not resumed:
             held.enter_context(sole_writer(folder, new=True))
         storage = Storage(config.ray.storage, folder, resumed, starting.doing, held)
@@ -88,6 +87,21 @@ def run_on_ray(config: Config, folder: Path, resumed: bool, starting: Starting, 
         return total
     finally:
         cluster.close()
+
+
+def _sites_of(folder: Path, config: Config) -> list[int]:
+    """The learners of each site of a run, as in its last checkpoint. Those without one share the rest."""
+    found = list[int]()
+    for k in range(1 + len(list(folder.glob("sites/*")))):
+        with suppress(CoterieError):
+            path = checkpoint.latest(Path(site_url(str(folder), k), "checkpoints"))
+            found.append(len(checkpoint.load_state(path)["learners"]) if path else 0)
+    rest, missing = int(config.learners) - sum(found), found.count(0)
+    for k, learners in enumerate(found):
+        if not learners:
+            found[k] = max(1, rest // missing)
+            rest, missing = rest - found[k], missing - 1
+    return found
 
 
 def _from_anywhere(config: Config) -> Config:
@@ -138,7 +152,8 @@ class RayRun:
     ) -> None:
         self.cluster, self.allocation, self.folder = cluster, allocation, folder
         self.storage, self.starting = storage, starting
-        self.signal: signal.Signals | None = None
+        self.signal: signal.Signals | None = None  # the first one, at the time `signaled`
+        self.signaled = 0.0
         self.closing = self.hurried = False  # hurried: the storage is waited for no longer
         self.folders = [Path(site_url(str(folder), k)) for k in range(len(allocation.sites))]
 
@@ -203,10 +218,18 @@ class RayRun:
 
     def on_signal(self, number: signal.Signals) -> None:
         """The first one ends the run, a second one at once. At the run's end one ends the wait for the storage."""
-        ends = self.closing or self.hurried  # then nothing is raised: the summary is still to be written
-        self.hurried, self.signal = ends or self.signal is not None, self.signal or number
-        if self.hurried and not ends:
+        now, ends = (
+            time.monotonic(),
+            self.closing or self.hurried,
+        )  # then nothing is raised: the summary is to be written
+        if self.signal is None:
+            self.signal, self.signaled = number, now
+        elif not is_second(number, now - self.signaled):
+            return
+        elif not ends:
+            self.hurried = True
             raise KeyboardInterrupt
+        self.hurried = ends
 
     def _working(self, kind: type[RunPart]) -> bool:
         """Whether a part of a kind has not ended. At the end those that do not report are not waited for."""
@@ -245,6 +268,8 @@ class RayRun:
                 raise ConfigError(said)
             if outcome.code == 1:
                 raise CoterieError(said)
+            if isinstance(part, Site):
+                self.board.finish.remote(part.site)
 
     def _check_silence(self, part: RunPart, silent: float | None) -> None:
         """`silent`: for how many seconds it has not reported; None: it never has."""

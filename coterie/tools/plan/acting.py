@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import simpy
 
-from coterie.acting.batching import choose_batch, has_room
-from coterie.acting.window import Window, window_of
+from coterie.acting.window import Window, choose_batch, has_room, window_of
 from coterie.tools.plan.des import Cores, Link, Process
 from coterie.tools.plan.learners import Acted, SimLearner
 

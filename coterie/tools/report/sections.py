@@ -15,7 +15,7 @@ from coterie.tools.report.stats import band, interquartile_mean, interval, on_gr
 from coterie.tools.report.tables import Table, final_return, number
 from coterie.types import Array
 
-_ACTORS, _HOSTS = "stage/actor/", "stage/host/"
+_ACTORS, _HOSTS, _POINTS = "stage/actor/", "stage/host/", 300
 Axis = tuple[str, str, Callable[[RecordedRun, str], tuple[Array, Array]]]
 
 
@@ -188,6 +188,7 @@ def _stage_charts(run: RecordedRun, title: str) -> list[Chart]:
     x = max((x for x, _ in series.values()), key=len, default=np.empty(0))
     if len(np.unique(x)) < 2:
         return []
+    x = x if len(x) <= _POINTS else np.linspace(x[0], x[-1], _POINTS)  # a day has 17,000, as many MB of SVG
     found = []
     for whose, prefix in (("the learner's", "stage/"), ("the actors'", _ACTORS), ("the env hosts'", _HOSTS)):
         shares = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 
 import pytest
 
@@ -26,7 +27,7 @@ ONE, TWO = ("10.0.0.1", 9000), ("10.0.0.2", 9100)
 
 
 def layout(
-    preset: str, machines: list[Machine], sites: int = 0, env: str = "CartPole-v1", **changes: object
+    preset: str, machines: list[Machine], sites: Sequence[int] = (), env: str = "CartPole-v1", **changes: object
 ) -> Allocation:
     return allocate(presets.make(preset, env, launch="ray", **changes), machines, sites)
 
@@ -107,10 +108,12 @@ def test_what_does_not_fit_is_refused(preset, changes, said):
 
 
 def test_a_resumed_run_has_as_many_sites_as_before():
-    assert len(layout("gala-a2c", [HERE, THERE, FAR], sites=2, learners=4).sites) == 2
-    found = layout("gala-a2c", [HERE, THERE], sites=3, learners=3)  # and a machine less
+    assert len(layout("gala-a2c", [HERE, THERE, FAR], sites=[2, 2], learners=4).sites) == 2
+    found = layout("gala-a2c", [HERE, THERE], sites=[1, 1, 1], learners=3)  # and a machine less
     assert [s.machine.id for s in found.sites] == ["a", "b", "a"]
-    assert len(layout("seed-vtrace", [Machine("x", "10.0.0.7", 2, 0)], sites=1, actors=8).workers) == 8  # most wait
+    found = layout("gala-a2c", [BIG, SMALL], sites=[2, 8], learners=10)  # another machine is the first: as it was
+    assert [s.learners for s in found.sites] == [2, 8]
+    assert len(layout("seed-vtrace", [Machine("x", "10.0.0.7", 2, 0)], sites=[1], actors=8).workers) == 8  # most wait
 
 
 def test_sites_share_the_budget_and_find_each_other():
@@ -213,6 +216,10 @@ def test_parts_start_again_when_the_site_that_they_connect_to_has_moved():
     assert one.report(hub, []).terms.keys != keys
     one.stop(Site)
     assert (one.report(hub, []).stop, one.report(worker, []).stop) == (True, False)
+    one.finish(0)
+    assert not one.report(worker, []).stop
+    one.finish(1)
+    assert one.report(worker, []).stop, "it would look for the learners of its site in vain"
 
 
 def test_the_report_of_a_lone_site_is_left_to_the_run():

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -95,6 +96,16 @@ def test_a_site_is_stopped_and_goes_on_elsewhere_from_the_storage(rig, pool):
     assert rig.run(pool, target=steps + 2000).result(3 * PATIENCE).code == 0
     assert json.loads((rig.storage / "summary.json").read_text())["env_steps"] >= steps + 2000
     assert checkpoint.load(rig.checkpoints()[-1].parent)[1]["life"] == 1
+
+
+def test_a_site_whose_ports_were_taken_since_its_last_start_has_others(rig, pool, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        addresses, really = [other.getsockname()], node.open_address
+        choose = lambda *wanted: addresses.pop() if addresses else really(*wanted)  # noqa: E731
+        monkeypatch.setattr(node, "open_address", choose)
+        assert rig.run(pool, target=100).result(3 * PATIENCE).code == 0
+        assert rig.board.addresses[0][1] != other.getsockname()[1]
+    assert node.are_free(rig.board.addresses[0], 3)
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from coterie.config import Config, Ray
 from coterie.launch.ray import run as runs
 from coterie.launch.ray.allocation import Machine, Site, Worker
 from coterie.launch.ray.cluster import Cluster
+from coterie.launch.ray.mirror import site_url
 from coterie.launch.ray.node import Outcome
 from coterie.launch.ray.run import RayRun, sum_up
 from coterie.parallel.clock import awake
@@ -25,6 +26,7 @@ from coterie.parallel.signals import on_signals
 from coterie.runs.starting import Starting
 from coterie.types import ConfigError, CoterieError
 from tests.conftest import make_config
+from tests.support.runs import save_checkpoint
 from tests.support.waiting import PATIENCE
 
 
@@ -37,6 +39,7 @@ def test_the_end_waits_for_the_other_sites_of_one_that_is_silent():
 
     run: Any = RayRun.__new__(RayRun)
     run.board = SimpleNamespace(stop=SimpleNamespace(remote=print), collect=SimpleNamespace(remote=lambda: "collect"))
+    run.board.finish = run.board.stop
     ray = SimpleNamespace(wait=lambda *_, **__: (next(ended), []))
     run.cluster, run.starting, run.log = SimpleNamespace(ray=ray, result=result, free=str), Starting(quiet=True), None
     run.storage = SimpleNamespace(poll=list)
@@ -54,6 +57,14 @@ def test_a_site_whose_checkpoint_is_damaged_does_not_cost_the_summary(tmp_path):
     for name in ("manifest.json", "state.json"):
         (checkpoint / name).write_text("{")
     assert sum_up([tmp_path]) == {"env_steps": 0, "mean_return": None, "rows": {}}
+
+
+def test_each_site_of_a_resumed_run_keeps_its_learners(tmp_path):
+    for k, learners in enumerate((2, 14, 0, 0)):
+        (own := Path(site_url(str(tmp_path), k))).mkdir(parents=True, exist_ok=True)
+        if learners:
+            save_checkpoint(own / "checkpoints", 7, {}, {"learners": [{}] * learners})
+    assert runs._sites_of(tmp_path, make_config(learners=19)) == [2, 14, 1, 2]
 
 
 def test_the_sites_summaries_are_summed_up(tmp_path):
@@ -130,7 +141,7 @@ def test_signals_are_the_runs_from_its_first_file_to_its_summary(
 ) -> None:
     def receive(name: str) -> None:
         if name in at:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
 
     def work(run: RayRun) -> tuple[str, str]:
         receive("work")

@@ -1,0 +1,36 @@
+"""When a checkpoint is late, and what ends a run at once."""
+
+from __future__ import annotations
+
+import math
+import signal
+
+import pytest
+
+from coterie.launch.coordinator import Coordinator
+from tests.launch.test_coordinator import now, run  # noqa: F401
+
+
+def test_signals_of_one_cause_are_one(run: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """A terminal that closes sends SIGHUP twice, and a sweep passes on a SIGTERM that its runs have received, too."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGTERM):
+        run._on_signal(number)
+    run.signaled -= 60
+    run._on_signal(signal.SIGHUP)
+    assert run.signal == signal.SIGTERM
+    with pytest.raises(KeyboardInterrupt):
+        run._on_signal(signal.SIGTERM)
+    run.signaled = math.inf
+    with pytest.raises(KeyboardInterrupt):
+        run._on_signal(signal.SIGINT)
+
+
+def test_a_part_is_not_late_while_its_learner_waits_for_others(run: Coordinator, now: list[float]) -> None:  # noqa: F811
+    run.order_checkpoint()
+    with run.board.blocked(0), run.board.blocked(1):
+        now[0] += 10 * run.config.log.stall
+        run.poll()
+        assert run.order is not None
+    now[0] += 1.1 * run.config.log.stall
+    run.poll()
+    assert run.retries.failed
