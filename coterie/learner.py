@@ -23,7 +23,7 @@ from coterie.types import CoterieError, Rollout
 
 
 class Observer:
-    """Measures training without changing it (implementations: `instruments/`). A run has none by default."""
+    """Measures training without changing it (`instruments/`, and `FlightNotes`). A run has none by default."""
 
     def begin(self, rollout: Rollout, env_steps: int) -> None:
         """Called before the first batch of a rollout. `env_steps`: of all learners."""

@@ -1,4 +1,4 @@
-"""The pace of central acting: which requests are answered together, and which rollouts may begin (policy lag)."""
+"""The pace of central acting: which requests are answered together, and which rollouts may begin, to bound the lag."""
 
 from __future__ import annotations
 

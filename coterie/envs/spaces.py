@@ -216,11 +216,11 @@ def action_map(env_id: str, space: spaces.Space[Any]) -> ActionMap:
     if isinstance(space, spaces.Discrete) and space.n <= _LARGEST_ONE_HOT:
         start = np.array(int(space.start)) if space.start else None
         return ActionMap(ActionSpec("categorical", (int(space.n),)), (), space, start)
-    few = np.sum(getattr(space, "nvec", 0)) <= _LARGEST_ONE_HOT
-    if isinstance(space, spaces.MultiDiscrete | spaces.MultiBinary) and few:
-        shape, sizes = tuple(space.shape), np.asarray(getattr(space, "nvec", np.full(space.shape, 2)))
+    if isinstance(space, spaces.MultiDiscrete | spaces.MultiBinary):
+        sizes = tuple(map(int, np.ravel(getattr(space, "nvec", np.full(space.shape, 2)))))
         first = None if isinstance(space, spaces.MultiBinary) else np.asarray(space.start)
-        return ActionMap(ActionSpec("multi", tuple(int(n) for n in sizes.reshape(-1))), shape, space, first)
+        if sum(sizes) <= _LARGEST_ONE_HOT:
+            return ActionMap(ActionSpec("multi", sizes), tuple(space.shape), space, first)
     if isinstance(space, spaces.Box):
         if np.issubdtype(space.dtype, np.floating):
             return _box_action(space)
@@ -230,7 +230,7 @@ def action_map(env_id: str, space: spaces.Space[Any]) -> ActionMap:
             return ActionMap(ActionSpec("multi", choices), tuple(space.shape), space, space.low.astype(np.int64))
     raise ConfigError(
         f"env.id {env_id!r}: the action space has {space}; it may be Discrete, MultiDiscrete, MultiBinary, Box, or a "
-        f"Dict or Tuple of those; integers with at most {_LARGEST_ONE_HOT:,} values"
+        f"Dict or Tuple of those; integers may have at most {_LARGEST_ONE_HOT:,} values"
     )
 
 

@@ -16,7 +16,7 @@ class Request:
     seed: int  # of its envs
     sums: int  # that it took part in
     group: int  # the one that it was in; 0: none
-    first: bool = False  # whether it is the listening machine, which sets this itself
+    first: bool = False  # whether it is the listening machine, by its own knowledge alone
     nonce: str = ""  # that the answer repeats
 
 

@@ -58,9 +58,10 @@ class Coordinator:
         self.saved: dict[int, Saved] = {}  # what its members have reported about their parts
         self.scores: Scores | None = None
         self.places, self.info = set[str](), Means()  # where envs have raised; numbers in their info
-        self.ordered, self.evaluation, self.retries = 0.0, 0, Retries(config.log.unsaved_limit)  # of orders
+        self.ordered, self.evaluation, self.retries = 0.0, 0, Retries(config.log.unsaved_limit)
+        self.followed = 0.0  # when the order was looked at last
         self.heartbeats, self.last_checkpoint = Heartbeats(), time.monotonic()
-        self.digests, self.signals, self.signaled = dict[int, str](), signals, 0.0  # that came while the run started
+        self.signaled, self.digests, self.signals = 0.0, dict[int, str](), signals  # that came while the run started
         self.signal: signal.Signals | None = None  # the first one, at the time `signaled`
         self.stop: tuple[str, str | None] | None = None  # by a callback: the reason, and the traceback if it raised
         self.over = self.paused = False  # paused: no new order is due
@@ -111,7 +112,7 @@ class Coordinator:
         self.writer.log(f"{status} {reason}".strip())
         produced, *rest = summary["rows"].values()
         if produced != sum(rest):
-            self.log(f"{produced - sum(rest):,} of {produced:,} rows are not accounted for, a bug of the acting")
+            self.log(f"{produced - sum(rest):,} of {produced:,} rows are not accounted for: a bug in the acting")
         for write in (partial(self.writer.summary, summary), self.writer.close):
             try:
                 write()
@@ -209,8 +210,7 @@ class Coordinator:
 
     def _write_line(self) -> None:
         line = {**self.ledger.line(), **self.info.take().means("env/")}
-        # Before the line: where metrics.jsonl has one, processes.json exists.
-        self.writer.processes(health(self.board, self.processes()), self.ledger.restarts)
+        self.writer.processes(health(self.board, self.processes()), self.ledger.restarts)  # a line comes after it
         self.writer.write(line)
         self.display.update({**self.ledger.status(), "metrics": line})
 
@@ -220,18 +220,20 @@ class Coordinator:
             checkpoint.open_draft(self.root, f"order_{number}")
         except CoterieError as error:
             return self.give_up_order(str(error))
-        self.order, self.saved, self.scores, self.ordered = number, {}, None, awake()
+        self.order, self.saved, self.scores = number, {}, None
+        self.ordered = self.followed = awake()
         self.evaluation = number if what & EVALUATE else self.evaluation
         self.board.give(what)
 
     def _follow_order(self) -> None:
         """Complete the checkpoint, once all of its parts exist; give the order up when they are late."""
         missing, evaluates = sorted(self.members - self.saved.keys()), self.board.evaluated[0] < self.evaluation
+        since, self.followed = awake() - self.followed, awake()
         if not missing and self.saved:  # all learners may be gone; in lockstep, all parts must be of one step
             self._seal() if len({x.env_steps for x in self.saved.values()}) == 1 else self.give_up_order()
         elif (evaluates and not self.board.stopping) or (missing and self.board.all_blocked(missing)):
-            self.ordered = awake()  # an evaluation takes as long as it does, and waits have limits of their own
-        elif awake() - self.ordered > self.config.log.stall:
+            self.ordered += since  # this time does not count: an evaluation has no limit, and waits have their own
+        elif self.followed - self.ordered > self.config.log.stall:
             whose = f"learner {missing[0]}" if missing else "any learner"
             self.give_up_order(f"no checkpoint: no part of {whose} for {self.config.log.stall:g} s")
 
@@ -257,7 +259,6 @@ class Coordinator:
 
     def _seal(self) -> None:
         what, ledger, scores = self.board.order[1], self.ledger, self.scores
-        # A learner that is gone keeps what it had learned.
         counts = [self.saved[k].counts if k in self.saved else self.board.read(k) for k in range(self.learners)]
         steps, line, next_eval = sum(row["learned"] for row in counts), dict[str, Any](), self.next_eval
         if scores is not None:
@@ -271,8 +272,7 @@ class Coordinator:
             return self.give_up_order(str(error))
         if scores is not None:
             self.writer.write(line)
-            # Episodes that end early are not a fair sample: a score that was cut short marks nothing.
-            if scores.returns and not scores.unfinished:
+            if scores.returns and not scores.unfinished:  # episodes that end early are no fair sample
                 try:
                     checkpoint.mark_best(self.root, path, scores.mean)
                 except CoterieError as error:

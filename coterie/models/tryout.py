@@ -41,9 +41,7 @@ def try_out(model: Network, single_steps: bool = False) -> None:
     other = torch.ones_like(action) if min(spec.action.sizes, default=2) > 1 else action
     later = inputs._replace(is_first=~is_first, prev_action=other, prev_reward=torch.ones(rows))
     if single_steps and not _same(one, run(of=later)):
-        raise ConfigError(
-            "model: what it makes of a step depends on the step before, which this algorithm does not know"
-        )
+        raise ConfigError("model: its output for a step depends on the step before, which this algorithm does not know")
     if state is not None:
         first = run(end=1)
         if not (_same((params[:1], values[:1]), first) and _same((params[1:], values[1:]), run(1, state=first[2]))):

@@ -86,7 +86,7 @@ os.register_at_fork(after_in_child=_forget_server)
 
 
 def exited(code: int) -> str:
-    """How a process ended, in words, that ended by itself."""
+    """How a process that was not killed has ended."""
     return f"ended with exit code {code}"
 
 

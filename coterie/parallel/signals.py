@@ -12,7 +12,7 @@ _LIBC = ctypes.CDLL(None)  # before a fork
 STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, a scheduler, a closed terminal
 WARNING = signal.SIGUSR1  # of a scheduler: the machine may be taken away soon
 HANDLED = (*STOP, WARNING)  # by the parent alone
-_TOGETHER_S = 1.0  # signals within this time have one cause
+_TOGETHER_S = 10.0  # signals within this time have one cause: a sweep that is busy passes them on late
 
 
 @contextmanager

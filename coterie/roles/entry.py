@@ -138,7 +138,9 @@ class LearnerService:
             self.execute_order()
         self.learner.run(self.after_rollout, self._on_error)
         if not (self.trained or self.learner.is_over()):
-            raise CoterieError(f"acting: its rollouts ended after {self.learner.progress.env_steps:,} env steps")
+            error = CoterieError(f"acting: its rollouts ended after {self.learner.progress.env_steps:,} env steps")
+            self._on_error(error)
+            raise error
         self.learner.write_counts()  # env hosts go on during the training on the last rollout
         self.report()
         posted = -math.inf

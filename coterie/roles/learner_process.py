@@ -292,9 +292,8 @@ class LearnerProcess:
         self.exchange.load_state_dict(tensors["exchange"])
         self.algorithm.load_state_dict(tensors["algorithm"])
         for g, rng in enumerate(self.rngs):
-            state = tensors["rng"].get(
-                f"policy_{g}", torch.empty(0)
-            )  # of a machine with fewer groups, or another device
-            rng.set_state(state if len(state) == len(rng.get_state()) else rng.get_state())
+            state = tensors["rng"].get(f"policy_{g}")
+            if state is not None and len(state) == len(rng.get_state()):  # else of fewer groups, or of another device
+                rng.set_state(state)
         for observer in self.observers:
             observer.load(tensors)

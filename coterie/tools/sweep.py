@@ -21,6 +21,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from coterie.config import Config
@@ -223,7 +224,7 @@ def run_jobs(jobs: Sequence[Job], at_once: int, out: str = "") -> int:
                 todo.append(job)
         code = _run(todo, len(jobs), at_once, screen.say)
         if code == EXIT_INTERRUPTED:
-            screen.say(f"stopped; the same command continues{f' with --out {out}' * bool(out)}")
+            screen.say(f"stopped; the same command continues{f' with --out {quote(out)}' * bool(out)}")
         return code
     finally:
         screen.close()

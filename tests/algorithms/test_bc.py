@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -22,10 +23,12 @@ from coterie.acting.table import ACTING
 from coterie.algorithms.bc import BC, read_steps, returns_of
 from coterie.build.factory import make_model
 from coterie.build.resources import resolve_config
+from coterie.build.warm_start import begin_from
 from coterie.envs.make import make_spec
 from coterie.envs.spaces import action_map
 from coterie.exchange.table import EXCHANGES
 from coterie.runs import checkpoint
+from coterie.runs.config_io import load_config
 from coterie.types import ConfigError
 from tests.conftest import make_rollout
 from tests.support.commands import run_example
@@ -131,6 +134,13 @@ def test_heads_for_other_actions_are_new_and_another_network_is_refused(tmp_path
         with pytest.raises(ConfigError, match=f"^init_from: {tmp_path}.*{why}"):
             coterie.train(preset="a2c", env=env, out=str(tmp_path / "no"), quiet=True, **{**other, **wrong})
         assert not (tmp_path / "no").exists()
+    frozen = {"model.torso": "tests.support.networks:frozen"} | changes
+    coterie.train(preset="a2c", env=env, out=str(tmp_path / "frozen"), quiet=True, **frozen)
+    source = load_config(tmp_path / "frozen" / "config.json")
+    for acting, seed, refused in (("decoupled", 1, True), ("inline", 1, False), ("decoupled", 0, False)):
+        model = make_model(replace(source, seed=seed), make_spec(source.env, source.atari))
+        with pytest.raises(ConfigError, match=r"\.fixed is not trained") if refused else nullcontext():
+            begin_from(tmp_path / "frozen", model, acting == "decoupled")
     (run / "checkpoints").rename(tmp_path / "gone")  # only a new run reads it
     assert coterie.resume(tmp_path / "more", steps=600, quiet=True)["status"] == "finished"
 

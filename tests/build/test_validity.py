@@ -34,7 +34,7 @@ def test_a_network_without_noisy_layers_is_refused_with_q_noisy(monkeypatch):
 
 
 def test_a_network_that_reads_the_last_reward_is_refused_where_single_steps_are_learned():
-    for preset, says in (presets.a2c, ""), (presets.dqn, "model: what it makes of a step depends on the step before"):
+    for preset, says in (presets.a2c, ""), (presets.dqn, "model: its output for a step depends on the step before"):
         config = preset("CartPole-v1", **{"model.network": "tests.support.networks:Rewarded"})
         with pytest.raises(ConfigError, match=says) if says else nullcontext():
             validity.check(resolve_config(config), make_spec(config.env, config.atari))

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import envpool
 import gymnasium
@@ -291,10 +292,9 @@ def test_the_time_at_which_a_command_was_typed_is_known():
 
 
 def test_doctor_finds_this_machine_fit():
-    done = subprocess.run([sys.executable, "-m", "coterie", "doctor"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-    assert re.search(r"^cpu bf16 .* of fp32, largest difference \d\.\d%: .*; --precision auto takes", done.stdout, re.M)
+    done = subprocess.run([sys.executable, "-m", "coterie", "doctor"], capture_output=True, text=True, check=True)
+    bf16 = re.search(r"^cpu bf16 .* largest difference \d\.\d%: (.*); --precision auto takes", done.stdout, re.M)
+    assert bf16[1].startswith("correct" if "avx512f" in Path("/proc/cpuinfo").read_text() else "NOT ACCURATE")
     assert re.search(r"^envpool +Pong-v5 runs at [\d,]+ env steps/s", done.stdout, re.M)
     assert re.search(r"^plots +installed", done.stdout, re.M)
-    assert "MISSING" not in done.stdout
-    assert "SLOW" not in done.stdout
+    assert not {"MISSING", "SLOW"} & set(done.stdout.split())

@@ -102,7 +102,7 @@ def test_what_a_loss_reads_and_changes_is_named():
     before = [x.changing() for x in algorithms]
     kept = [{name: x.factor(name) for name in x.changing()} for x in algorithms]
     ppo.clock.env_steps = a2c.clock.env_steps = 500
-    vtrace.spread = 2.0
+    vtrace.mean_square = 2.0
     assert all(x.changing() != old for x, old in zip(algorithms, before, strict=True))
     now, a2c.entropy_adjustment = a2c.changing(), 1.0
     assert a2c.changing() != now

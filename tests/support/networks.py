@@ -70,6 +70,22 @@ class Counter(Mixer):
         return torch.stack(params), torch.stack(value), core_state
 
 
+class Frozen(nn.Module):
+    """A torso with features that are not trained."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.size, self.layer = 8, nn.Linear(8, 8)
+        self.register_buffer("fixed", torch.randn(width, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.layer(x.flatten(1) @ self.fixed))
+
+
+def frozen(obs: Any, config: Any) -> Frozen:
+    return Frozen(math.prod(obs[""].shape))
+
+
 def wrong(change: Any) -> type[Mixer]:
     return type("Wrong", (Mixer,), {"forward": lambda self, *args: change(*Mixer.forward(self, *args))})
 

@@ -125,6 +125,25 @@ def test_a_stopped_sweep_has_its_exit_code_although_ctrl_c_has_ended_tee_too(tmp
         sys.stdout.close()
 
 
+def test_a_sweep_without_a_folder_says_how_it_continues(tmp_path, monkeypatch, capsys):
+    """And leaves the notes of runs that have begun as they are: a full disk would leave empty ones."""
+    monkeypatch.chdir(tmp_path)
+    stop = lambda *_: os.kill(os.getpid(), signal.SIGINT) or subprocess.Popen(["sleep", "60"])  # noqa: E731
+    with monkeypatch.context() as stopped:
+        stopped.setattr(Job, "start", stop)
+        assert main([*TRAIN, "--seeds", "0..1"]) == 75
+    said = re.search(r"^stopped; the same command continues with --out (\S+)$", capsys.readouterr().out, re.M)
+    job = Job("a", TRAIN[1:], tmp_path / said[1])
+    job.folder.parent.mkdir(parents=True, exist_ok=True)
+    monkeypatch.setattr(Job, "_command", lambda self, resumed: ["true"])
+    job.start([0]).wait()
+    before = (note := job.beside(".args.json")).stat().st_mtime_ns
+    job.start([0]).wait()
+    assert note.stat().st_mtime_ns == before
+    note.write_text(json.dumps(["--out", "elsewhere", *job.args]))  # of an earlier version
+    assert job._begun()
+
+
 def fail(reason):
     raise ConfigError(reason)
 

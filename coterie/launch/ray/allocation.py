@@ -119,7 +119,10 @@ def allocate(config: Config, machines: list[Machine], sites: Sequence[int] = ())
     config = replace(config, env=replace(config.env, num_envs=num_envs))
     places = [m for m in ordered if room[m.id]] or ordered
     count = len(sites) or _sites(config, learners, [room[m.id] for m in places])
-    places = [places[k % len(places)] for k in range(count)]  # a resumed run may have fewer machines than it had
+    if sites:  # the largest one to the machine with most room
+        places = sorted(places, key=lambda m: -room[m.id])
+    order = sorted(range(count), key=lambda k: -sites[k] if sites else k)
+    places = [places[order.index(k) % len(places)] for k in range(count)]  # there may be fewer than there were
     shares = [*sites] or [1] * count
     for _ in range(learners - sum(shares)):  # to the machine with most room
         shares[max(range(count), key=lambda k: room[places[k].id] - shares[k])] += 1

@@ -99,8 +99,8 @@ class Node:
                 if code == 2 or (isinstance(part, Site) and code in (0, 1)):
                     return Outcome(code, self.last_line)
                 orders = self.ask("report", part, [])
-                if orders.stop:
-                    return Outcome(code, self.last_line)
+                if orders.stop:  # whatever a worker whose site has ended says
+                    return Outcome(EXIT_INTERRUPTED if isinstance(part, Worker) else code, self.last_line)
                 if code:
                     said = f" ({self.last_line.removeprefix(_ERROR)})" if code == 1 else ""
                     self.ask("restart", part, f"its command ended with exit code {code}{said}")

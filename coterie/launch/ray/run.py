@@ -11,6 +11,7 @@ import json
 import signal
 import time
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +56,15 @@ def run_on_ray(config: Config, folder: Path, resumed: bool, starting: Starting, 
     starting.doing("connecting to Ray")
     cluster = Cluster(config.ray)
     try:
-        config = config if resumed else _from_anywhere(config)
-        allocation = allocate(config, cluster.machines, _sites_of(folder, config) if resumed else ())
-        if not resumed:
+        stored = partial(Storage, config.ray.storage, folder, resumed, starting.doing, held)
+        if resumed:
+            storage = stored()  # which gets the sites' last checkpoints
+            allocation = allocate(config, cluster.machines, _sites_of(folder, config))
+        else:
+            config = _from_anywhere(config)
+            allocation = allocate(config, cluster.machines)
             held.enter_context(sole_writer(folder, new=True))
-        storage = Storage(config.ray.storage, folder, resumed, starting.doing, held)
+            storage = stored()
         run = RayRun(cluster, allocation, folder, storage, starting)
         result: dict[str, Any] = {"status": "failed", "reason": ""}
         failure: Exception | None = None
@@ -93,9 +98,8 @@ def _sites_of(folder: Path, config: Config) -> list[int]:
     """The learners of each site of a run, as in its last checkpoint. Those without one share the rest."""
     found = list[int]()
     for k in range(1 + len(list(folder.glob("sites/*")))):
-        with suppress(CoterieError):
-            path = checkpoint.latest(Path(site_url(str(folder), k), "checkpoints"))
-            found.append(len(checkpoint.load_state(path)["learners"]) if path else 0)
+        path = checkpoint.latest(Path(site_url(str(folder), k), "checkpoints"))
+        found.append(len(checkpoint.load_state(path)["learners"]) if path else 0)
     rest, missing = int(config.learners) - sum(found), found.count(0)
     for k, learners in enumerate(found):
         if not learners:
@@ -218,10 +222,8 @@ class RayRun:
 
     def on_signal(self, number: signal.Signals) -> None:
         """The first one ends the run, a second one at once. At the run's end one ends the wait for the storage."""
-        now, ends = (
-            time.monotonic(),
-            self.closing or self.hurried,
-        )  # then nothing is raised: the summary is to be written
+        now = time.monotonic()
+        ends = self.closing or self.hurried  # then nothing is raised: the summary is still to be written
         if self.signal is None:
             self.signal, self.signaled = number, now
         elif not is_second(number, now - self.signaled):

@@ -188,7 +188,7 @@ def _stage_charts(run: RecordedRun, title: str) -> list[Chart]:
     x = max((x for x, _ in series.values()), key=len, default=np.empty(0))
     if len(np.unique(x)) < 2:
         return []
-    x = x if len(x) <= _POINTS else np.linspace(x[0], x[-1], _POINTS)  # a day has 17,000, as many MB of SVG
+    some = np.linspace(x[0], x[-1], min(len(x), _POINTS))  # a day has 17,000 lines, which would make 7 MB of SVG
     found = []
     for whose, prefix in (("the learner's", "stage/"), ("the actors'", _ACTORS), ("the env hosts'", _HOSTS)):
         shares = {
@@ -198,7 +198,8 @@ def _stage_charts(run: RecordedRun, title: str) -> list[Chart]:
         }
         if shares:
             text = f"On average {', '.join(f'{k} {v.mean():.0f}%' for k, v in shares.items())}."
-            found.append(stacked(f"Where {whose} time goes: {title}", x, shares, "env steps", "share, %", text))
+            drawn = {name: np.interp(some, x, share) for name, share in shares.items()}
+            found.append(stacked(f"Where {whose} time goes: {title}", some, drawn, "env steps", "share, %", text))
     return found
 
 

@@ -112,7 +112,7 @@ def test_a_resumed_run_has_as_many_sites_as_before():
     found = layout("gala-a2c", [HERE, THERE], sites=[1, 1, 1], learners=3)  # and a machine less
     assert [s.machine.id for s in found.sites] == ["a", "b", "a"]
     found = layout("gala-a2c", [BIG, SMALL], sites=[2, 8], learners=10)  # another machine is the first: as it was
-    assert [s.learners for s in found.sites] == [2, 8]
+    assert [(s.machine.id, s.learners) for s in found.sites] == [("small", 2), ("big", 8)]
     assert len(layout("seed-vtrace", [Machine("x", "10.0.0.7", 2, 0)], sites=[1], actors=8).workers) == 8  # most wait
 
 

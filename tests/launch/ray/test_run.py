@@ -65,6 +65,9 @@ def test_each_site_of_a_resumed_run_keeps_its_learners(tmp_path):
         if learners:
             save_checkpoint(own / "checkpoints", 7, {}, {"learners": [{}] * learners})
     assert runs._sites_of(tmp_path, make_config(learners=19)) == [2, 14, 1, 2]
+    next(tmp_path.glob("sites/1/checkpoints/*/state.json")).write_text("{")
+    with pytest.raises(CoterieError, match="is damaged"):
+        runs._sites_of(tmp_path, make_config(learners=19))
 
 
 def test_the_sites_summaries_are_summed_up(tmp_path):
@@ -134,6 +137,7 @@ def test_a_full_disk_and_a_closed_terminal_do_not_end_the_run(monkeypatch):
         (("close",), "finished", True),
         (("start", "close"), "interrupted", True),
         (("start", "work", "close"), "failed", True),
+        (("start", "start again", "close"), "interrupted", False),  # SIGHUP three times, of one cause
     ],
 )
 def test_signals_are_the_runs_from_its_first_file_to_its_summary(
@@ -141,7 +145,7 @@ def test_signals_are_the_runs_from_its_first_file_to_its_summary(
 ) -> None:
     def receive(name: str) -> None:
         if name in at:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGHUP if "start again" in at else signal.SIGINT)
 
     def work(run: RayRun) -> tuple[str, str]:
         receive("work")
@@ -159,6 +163,7 @@ def test_signals_are_the_runs_from_its_first_file_to_its_summary(
     def start(run: RayRun, notes: list[str]) -> None:
         run.board, run.log = nothing.board, (tmp_path / "ray.txt").open("a")
         receive("start")
+        receive("start again")
 
     for name, made in (("Cluster", nothing), ("allocate", nothing), ("Storage", storage)):
         monkeypatch.setattr(runs, name, lambda *_, made=made: made)
