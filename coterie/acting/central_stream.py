@@ -93,9 +93,7 @@ class EnvStream(ServiceStream):
     # In the inference thread:
 
     def may_go(self, room: bool = True, before: int = 0) -> bool:
-        """Whether its request can be answered now. `room`: for another rollout. `before`: columns that begin before it
-        in the same batch.
-        """
+        """Whether its request can be answered now. `room`: for a new rollout. `before`: columns begun in this batch."""
         begun = self.recorder is not None
         room = room and bool(self.recorders) and (begun or self.window.may_begin(before + self.width))
         # The last row of a rollout is the first one of the next, but for lockstep.
@@ -178,8 +176,7 @@ class EnvStreams:
             recorders = [Recorder(self.make_fields(width), [slice(0, width)], self.device) for _ in range(2)]
             state = self.setup.agent.model.initial_state(width)
             stream = EnvStream(self, (number, group), first_env, recorders, state, shared)
-            if self.device.type == "cuda":  # other streams of the GPU write there
-                torch.cuda.synchronize(self.device)
+            finish_kernels(self.device)  # other streams write there; a wait for all would break a recording of graphs
             stream.serial, self.opened = self.opened, self.opened + 1
             self.setup.note("open", stream.serial, number, group, life_number, first_env, width)
             self.streams = {**self.streams, stream.place: stream}  # a copy: another thread may iterate

@@ -52,7 +52,8 @@ def _networks(config: Config, spec: Spec) -> Needs:
     return {
         "model.hidden": (mlp or own, "the torso mlp"),
         "model.activation": ((mlp or own) and not sac, "another algorithm than sac" if sac else "the torso mlp"),
-        "model.torso model.core model.share model.last_action_reward": (whole, "no model.network"),
+        "model.torso": (whole and not sac, "another algorithm than sac" if sac else "no model.network"),
+        "model.core model.share model.last_action_reward": (whole, "no model.network"),
         "model.core_size": (core != "none" or own, "model.core"),
         "model.forget_bias": (core == "lstm" or own, "model.core lstm"),
         "model.core_layers model.core_heads model.core_memory": (core == "gtrxl" or own, "model.core gtrxl"),

@@ -34,7 +34,7 @@ def code_of(config: Config) -> dict[str, str]:
     """
     found = {field: get(config, field) for field in ("preset", *FIELDS)}
     found = {field: name for field, name in found.items() if ":" in name or LAB in name}
-    if config.env.id.startswith(_OLD_GYM):
+    if any(task.strip().startswith(_OLD_GYM) for task in config.env.id.split(",")):
         found["env.kwargs"] = config.env.kwargs
     found |= {field: " ".join(get(config, field)) for field in ("callbacks", "plugins.modules")}
     if config.ray.runtime_env != Ray.runtime_env:

@@ -171,6 +171,7 @@ ATARI, MLP, NET = "one of EnvPool's Atari games", "the torso mlp", "tests.suppor
         ("ppo --log.wandb-group a", {"log.wandb-group": "log.wandb"}),
         ("sac --q.noisy True --env Pendulum-v1", {"q.noisy": "dqn or r2d2"}),
         ("sac --model.activation tanh --env Pendulum-v1", {"model.activation": "another algorithm than sac"}),
+        ("sac --model.torso typo:X --env Pendulum-v1", {"model.torso": "another algorithm than sac"}),
     ],
 )
 def test_an_option_without_effect_is_a_line_that_names_what_it_needs(capsys, args, needs):

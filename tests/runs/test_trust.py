@@ -108,7 +108,7 @@ NAMES |= {"env.id": "CartPole-v1,run.evil:main", "ray.runtime_env": '{"pip": ["e
 @pytest.mark.parametrize("field", [*NAMES, "module of an id", "level of DeepMind Lab", "env of old gym"])
 def test_every_setting_that_names_code_is_refused(foreign, field):
     more = {"module of an id": "run.evil:Walker-v0", "level of DeepMind Lab": "dmlab/rooms"}
-    more |= {"env of old gym": "GymV26Environment-v0"}
+    more |= {"env of old gym": "CartPole-v1, GymV26Environment-v0"}
     change(foreign, **({"env__id": more[field]} if field in more else {field.replace(".", "__"): NAMES[field]}))
     with pytest.raises(ConfigError, match=r"^run is not signed with your key, and names code: [^\n]+ --trust [^\n]+$"):
         coterie.load("run")
