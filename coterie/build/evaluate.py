@@ -24,7 +24,7 @@ from coterie.envs.atari57 import human_normalized
 from coterie.envs.make import env_adapters, make_envs, make_spec
 from coterie.envs.news import Means
 from coterie.envs.spaces import flatten, on_host
-from coterie.envs.tasks import overall, task_config, tasks
+from coterie.envs.tasks import evaluation_env, overall, task_config, tasks
 from coterie.models.build import Network
 from coterie.plugins import EVAL_SETTINGS, GIVEN, label
 from coterie.presets.common import flat
@@ -112,9 +112,7 @@ def evaluate(algorithm: AnyAlgorithm, model: Network, config: Config, trial: Tri
         return scores
     n, agents = min(trial.episodes, _MOST_ENVS), make_spec(config.env, config.atari).agents
     n += -n % agents
-    longest = config.eval.max_episode_steps or config.env.max_episode_steps
-    env = replace(config.env, num_envs=n, decorrelate=0, delay=0.0, max_episode_steps=longest)
-    env = replace(env, info="off" if env.info == "off" else "episodes")
+    env = replace(evaluation_env(config), num_envs=n, info="off" if config.env.info == "off" else "episodes")
     budget = config.eval.max_steps if trial.max_steps is None else trial.max_steps
     quota = np.bincount(np.arange(trial.episodes) % n, minlength=n)[::agents].repeat(agents)
     threads = config.env.threads or 2

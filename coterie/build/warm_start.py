@@ -64,9 +64,7 @@ def begin_from(folder: Path, model: Network, elsewhere: bool = False) -> str:
     sent = tuple(f"{k}." for k, part in model.named_modules() if isinstance(part, Normalizer | NoisyLinear))
     kept = sorted(k for k in mine.keys() - trained if not k.startswith(sent))
     if frozen := [k for k in kept if elsewhere and not torch.equal(mine[k], there[k])]:
-        raise ConfigError(
-            f"init_from: {frozen[0]} is not trained, so actors do not receive it: use the seed of {folder}"
-        )
+        raise ConfigError(f"init_from: {frozen[0]} is not trained; actors make it by the seed: use that of {folder}")
     model.load_state_dict({k: x if k in other else there[k] for k, x in mine.items()})
     fresh = [k for k in other if k in mine]
     return f"begins with the weights of {path}" + (f"; new: {', '.join(fresh)}" if fresh else "")

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from coterie.config import Config, ResolvedConfig
+from coterie.config import Config, Env, ResolvedConfig
 from coterie.envs.atari57 import human_normalized
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
@@ -24,6 +24,12 @@ def task_config(config: AnyConfig, task: str) -> AnyConfig:
     if len(tasks(config.env.id)) == 1:
         return config
     return replace(config, env=replace(config.env, id=task), atari=replace(config.atari, full_action_set=True))
+
+
+def evaluation_env(config: Config) -> Env:
+    """The env of a run as it is played outside of training: from its first step on, and to the limit of evaluations."""
+    longest = config.eval.max_episode_steps or config.env.max_episode_steps
+    return replace(config.env, decorrelate=0, delay=0.0, max_episode_steps=longest)
 
 
 def envs_per_child(config: ResolvedConfig) -> int:

@@ -58,8 +58,7 @@ class Coordinator:
         self.saved: dict[int, Saved] = {}  # what its members have reported about their parts
         self.scores: Scores | None = None
         self.places, self.info = set[str](), Means()  # where envs have raised; numbers in their info
-        self.ordered, self.evaluation, self.retries = 0.0, 0, Retries(config.log.unsaved_limit)
-        self.followed = 0.0  # when the order was looked at last
+        self.ordered, self.followed, self.evaluation, self.retries = 0.0, 0.0, 0, Retries(config.log.unsaved_limit)
         self.heartbeats, self.last_checkpoint = Heartbeats(), time.monotonic()
         self.signaled, self.digests, self.signals = 0.0, dict[int, str](), signals  # that came while the run started
         self.signal: signal.Signals | None = None  # the first one, at the time `signaled`
@@ -259,6 +258,7 @@ class Coordinator:
 
     def _seal(self) -> None:
         what, ledger, scores = self.board.order[1], self.ledger, self.scores
+        # A learner that is gone keeps what it had learned.
         counts = [self.saved[k].counts if k in self.saved else self.board.read(k) for k in range(self.learners)]
         steps, line, next_eval = sum(row["learned"] for row in counts), dict[str, Any](), self.next_eval
         if scores is not None:

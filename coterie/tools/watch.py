@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 
 from coterie.build.evaluate import Player, load
 from coterie.envs.make import make_rendered
-from coterie.envs.tasks import task_config, tasks
+from coterie.envs.tasks import evaluation_env, task_config, tasks
 from coterie.extras import needs
 from coterie.plugins import NameOrObject, in_one_line, label
 from coterie.runs.files import discard
@@ -39,10 +38,8 @@ def watch(
         raise ConfigError(f"--out: {path} is a folder")
     first = tasks(policy.config.env.id)[0]
     config = task_config(policy.config, first)  # the first of several tasks
-    longest = config.eval.max_episode_steps or config.env.max_episode_steps
-    env = replace(config.env, decorrelate=0, delay=0.0, max_episode_steps=longest)
     frames, playing = 0, partial(in_one_line, f"the episode of {label(first)}")
-    envs, render = make_rendered(env, config.atari, seed=seed, union=first != policy.config.env.id)
+    envs, render = make_rendered(evaluation_env(config), config.atari, seed=seed, union=first != policy.config.env.id)
     with envs:
         player = Player(policy.algorithm, policy.model, envs.spec, envs.num_envs, seed)
         returns = np.full(envs.num_envs, np.nan)

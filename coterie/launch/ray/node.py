@@ -26,7 +26,8 @@ from coterie.parallel.processes import scratch_folder
 from coterie.runs import checkpoint
 from coterie.runs.config_io import to_dict
 from coterie.runs.wandb_run import PAGE_ID, PAGE_NAME
-from coterie.types import EXIT_INTERRUPTED, CoterieError, first_line
+from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError, first_line
+from coterie.wire.auth import check_free, join
 from coterie.wire.keys import CERT, token_file
 
 _POLL_S = 0.5
@@ -276,10 +277,9 @@ def _ports(part: RunPart) -> int:
 
 def are_free(address: Address, count: int) -> bool:
     """Whether nothing listens at `count` ports, of which the address has the first."""
-    with ExitStack() as held, suppress(OSError):
+    with suppress(ConfigError):
         for k in range(count):
-            at = address[0], address[1] + k
-            held.enter_context(socket.create_server(at, family=socket.AF_INET6 if ":" in at[0] else socket.AF_INET))
+            check_free(join(address[0], address[1] + k), "ray")
         return True
     return False
 
