@@ -152,7 +152,7 @@ class WorkerSetup:
     """The parts of a child process. `number`: among its learner's children; `row`: its row of the board."""
 
     envs: EnvShare
-    make_agent: Callable[[], Agent]
+    make_agent: Callable[..., Agent]  # on a device; default: the CPU
     board: Board
     rank: int
     number: int

@@ -45,7 +45,7 @@ class HistoricModel:
     """In place of `DoubleBufferedModel`: each `newest` gives the weights that answered the next recorded batch."""
 
     def __init__(self, setup: LearnerSetup, publications: list[int]) -> None:
-        self.learner, self.agent = setup.agent, setup.worker(0, 0).make_agent()
+        self.learner, self.agent = setup.agent, setup.worker(0, 0).make_agent(setup.envs.device)
         self.model, self.refresh = acting_copy(self.agent.model, setup.envs.dtype, always_copy=True)  # type: ignore[arg-type]
         self.history, self.next = History(Counter(publications)), deque(publications)
         self.versions, self.published = dict[int, int](), 0  # versions by publication

@@ -44,7 +44,7 @@ class DQN(QLearning[Transitions]):
         return max(1, min(most, config.q.batch_size // _SAMPLES_PER_THREAD[dtype]))
 
     @recordable
-    def evaluate_target(self, target: Model, rows: Transitions, at: slice) -> Tensor:
+    def look_ahead(self, target: Model, rows: Transitions, at: slice) -> Tensor:
         params: Tensor = target(single_steps(map_obs(itemgetter(at), rows.next_obs), rows.action[at]))[0]
         return params
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable
 from typing import cast
 
@@ -16,7 +15,7 @@ from coterie.envs.tasks import envs_per_child, tasks
 from coterie.models.base import Model
 from coterie.models.build import Network, acting_copy
 from coterie.ops.dist import ILLEGAL
-from coterie.parallel.graphs import Graphed, recordable
+from coterie.parallel.graphs import recordable
 from coterie.types import AgentOutput, Inputs, Spec
 
 
@@ -99,14 +98,6 @@ class QLearning(EpsilonGreedy, ReplayLearning[R]):
 
     copy_weights: Callable[[], None]  # into the target network
 
-    def __init__(self, config: ResolvedConfig, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
-        super().__init__(config, spec, compute, seed)
-        self._evaluate = Graphed(self.evaluate_target, compute.record)
-
-    @abstractmethod
-    def evaluate_target(self, target: Model, rows: R, at: slice) -> Tensor:
-        """The target network's output for the samples `at` of a batch, which lie along `batch_axis` of it."""
-
     @property
     def target_model(self) -> Network:
         """The target network, from the first rollout on."""
@@ -126,6 +117,3 @@ class QLearning(EpsilonGreedy, ReplayLearning[R]):
     def before_look_ahead(self) -> None:
         if self.q.noisy:
             self.target_model.resample(self.rng)
-
-    def look_ahead(self, rows: R, at: slice) -> Tensor:
-        return self._evaluate(self.target_model, rows, at)

@@ -109,7 +109,7 @@ class R2D2(QLearning[Sequences]):
             torch.clear_autocast_cache()  # older torch would train on the casts of weights that were made here
         return inputs.map(itemgetter(slice(begin, None))), state
 
-    def evaluate_target(self, target: Model, rows: Sequences, at: slice) -> Tensor:
+    def look_ahead(self, target: Model, rows: Sequences, at: slice) -> Tensor:
         inputs = rows.inputs.map(itemgetter((slice(None), at)))
         params: Tensor = target(*self._warm(target, inputs, rows.core_state[at]))[0]
         return params

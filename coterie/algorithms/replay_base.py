@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import ClassVar, Generic, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from coterie.algorithms.base import ON_CPU, AlgorithmBase, Batch, Compute, Loss,
 from coterie.algorithms.replay_size import fits_gpu, replay_capacity
 from coterie.config import Config, ResolvedConfig
 from coterie.models.base import Model
+from coterie.parallel.graphs import Graphed
 from coterie.replay.priority import Picks, rng_state, set_rng_state
 from coterie.replay.sequences import Sequences
 from coterie.replay.storage import Capacity, EnvReplay
@@ -90,6 +91,7 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
         self.due = 0.0
         self.seed, self.rng = seed, torch.Generator().manual_seed(seed)
         self.prefetcher = ThreadPoolExecutor(1, "coterie-replay")
+        self._look_ahead = Graphed(self.look_ahead, compute.record)
 
     @classmethod
     def updates(cls, config: Config, columns: int, unroll: int) -> tuple[float, float]:
@@ -126,7 +128,7 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
         """Every `q.target_every` env steps: update the target network, unless it follows in every step."""
 
     @abstractmethod
-    def look_ahead(self, rows: R, at: slice) -> Tensor:
+    def look_ahead(self, target: Any, rows: R, at: slice) -> Tensor:
         """Compute for the samples `at` of a batch what does not depend on the trained network: the target network's
         output, or noise. A thread does so while the batch before is trained on. Samples lie along `batch_axis`.
         """
@@ -230,7 +232,7 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
 
         def work(k: int) -> list[Tensor]:
             with torch.no_grad():
-                return [self.look_ahead(rows, at) for at in pieces[k::ways]]
+                return [self._look_ahead(self.target, rows, at) for at in pieces[k::ways]]
 
         done = self.team.run([partial(work, k) for k in range(min(ways, len(pieces)))])
         return torch.cat([done[i % ways][i // ways] for i in range(len(pieces))], self.batch_axis)

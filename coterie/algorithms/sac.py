@@ -183,7 +183,7 @@ class SAC(ReplayLearning[Transitions]):
     def before_look_ahead(self) -> None:
         self.noise = torch.randn(self.q.batch_size, 2, self.actions, generator=self.rng)
 
-    def look_ahead(self, rows: Transitions, at: slice) -> Tensor:
+    def look_ahead(self, target: Critics, rows: Transitions, at: slice) -> Tensor:
         """The noise of the actions after and of those at the samples `[n, 2, A]`. Targets need the newest policy."""
         return self.noise[at].to(rows.n_step.device)
 

@@ -122,9 +122,10 @@ def agent_of(
     return Agent(model, params, moments, own, algorithm.acts_at, inference, set_exploration_steps)
 
 
-def make_agent(config: ResolvedConfig, spec: Spec) -> Agent:
-    """The network and policy of an actor, on the CPU."""
-    model, record = make_model(config, spec), resolve_resources(replace(config, device="cpu"), spec).record_acting
+def make_agent(config: ResolvedConfig, spec: Spec, device: torch.device = ON_CPU.device) -> Agent:
+    """The network and policy of an actor."""
+    record = resolve_resources(replace(config, device="cpu"), spec).record_acting
+    model = make_model(config, spec).to(device)
     return agent_of(make_algorithm(config, spec), model, FlatParams(model), normalizers(config, model), record)
 
 
@@ -182,6 +183,8 @@ def worker_setup(
     config: ResolvedConfig, life_number: int, context: ProcessContext, number: int, row: int
 ) -> WorkerSetup:
     """The parts of child process `number` of a learner, with the board's row `row`."""
+    if (recorded := context.recorded_life) is not None:
+        config = replace(config, precision=recorded.header.get("actor_precision", config.precision))
     spec, (mine, first_env) = make_spec(config.env, config.atari), child_env(config, number, context.rank)
     events = worker_events(config, context, number, life_number)
     share = env_share(config, mine, spec, life_number, first_env, context.board, events)

@@ -128,7 +128,8 @@ class LearnerProcess:
         if config.model.compile != "none":  # acting has other shapes, and stays as it is
             compiled = torch.compile(self.model, mode=config.model.compile, dynamic=False)
             self.gradients.models[0] = cast(Network, compiled)
-        self.flight.describe(self.params.slices, resources)
+        actors = resolve_resources(replace(config, device="cpu"), self.spec)
+        self.flight.describe(self.params.slices, resources, actors)
         self.observers: list[Observer] = []
         self.secondary: Secondary | None = None
         self._observe(setup.unroll_length, made)
@@ -170,14 +171,13 @@ class LearnerProcess:
     def describe(self) -> str:
         """The resolved settings, as one line for the user."""
         resources, count, config = self.resources, sum(p.numel() for p in self.model.parameters()), self.config
-        kind = {torch.bfloat16: "bf16", torch.float32: "fp32"}[resources.dtype]
         acting = acting_kind(config).describe(config, resources.groups, resources.env_threads)
         if need := algorithm_class(config).replay_bytes(config, self.spec) * config.learners:
             where = " on disk" if config.replay.disk else ""
             acting += f", replay of {config.replay.capacity:,} env steps in {need / 2**30:.2f} GiB{where}"
         threads = counted(resources.team.size, "training thread")
         lag = stated_lag(config)
-        return f"{acting}, {threads}, {resources.device}, {kind}; {count:,} weights; policy lag {lag}"
+        return f"{acting}, {threads}, {resources.device}, {resources.precision}; {count:,} weights; policy lag {lag}"
 
     def start(self, counts: dict[str, int], total: int) -> None:
         """Resume from this learner's earlier counts, and from the env steps of the whole run."""

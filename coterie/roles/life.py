@@ -34,13 +34,14 @@ class LifeRecorder:
             self.recorder = FlightRecorder(path_of(context.folder, context.rank, life_number), self._whole)
         self.note: Note = context.note or (self.recorder.note if self.recorder is not None else unrecorded)
 
-    def describe(self, tensors: Iterable[str], resources: Resources) -> None:
-        """What another process must have in common with this one to repeat its arithmetic."""
+    def describe(self, tensors: Iterable[str], resources: Resources, actors: Resources) -> None:
+        """What other processes must have in common with this one and its actors to repeat their arithmetic."""
         self.header |= {
             "began": time.time(),
             "tensors": [*tensors, "normalizers"],
             "device": resources.device.type,
-            "precision": "bf16" if resources.dtype == torch.bfloat16 else "fp32",
+            "precision": resources.precision,
+            "actor_precision": actors.precision,
             "torch_threads": resources.torch_threads,
             "chunk": resources.chunk,
             "groups": resources.groups,

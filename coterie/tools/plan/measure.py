@@ -63,18 +63,21 @@ def lone(config: Config, envs: int, of: int) -> ResolvedConfig:
     return resolve_config(c)
 
 
-def sizes(config: Config) -> tuple[int, int]:
-    """Two numbers of simulators to measure with. The larger one is about the width of a forward and of a batch."""
+def sizes(config: Config, agents: int = 1) -> tuple[int, int]:
+    """Two numbers of envs to measure with, multiples of an env's agents. The larger one is about the width of a forward
+    and of a batch.
+    """
     settled = resolve_config(replace(config, learners=1, exchange="auto"))
-    large = max(2, settled.env.num_envs, acting_kind(settled).batch_size(settled))
-    return max(1, large // 4), large
+    teams = max(2, -(-max(settled.env.num_envs, acting_kind(settled).batch_size(settled)) // agents))
+    return max(1, teams // 4) * agents, teams * agents
 
 
 def measure(config: Config, seconds: float) -> Services:
     """Measure a preset's network, algorithm and env for about `seconds`."""
     if len(tasks(config.env.id)) > 1:
         raise ConfigError("env.id: plan needs a single task")
-    spec, widths = make_spec(config.env, config.atari), sizes(config)
+    spec = make_spec(config.env, config.atari)
+    widths = sizes(config, spec.agents)
     configs = [lone(config, n, widths[-1]) for n in widths]
     for one in configs:
         check(one, spec)
@@ -89,9 +92,10 @@ def measure(config: Config, seconds: float) -> Services:
     obs_bytes = float(spec.obs_bytes)
     wire = LinearCost(_MESSAGE, _BYTE * obs_bytes)
     costs = _costs(turns, configs, spec, beside, wire)
+    on_gpu = [replace(c, device="cuda") for c in configs]
     return Services(
         costs=costs,
-        accelerator=_costs(first["gpu"], configs, spec, beside, wire) if first["gpu"] else None,
+        accelerator=_costs(first["gpu"], on_gpu, spec, beside, wire) if first["gpu"] else None,
         env_cv=min(2.0, first["deviation"] / costs.env.each) if costs.env.each else 0.0,
         action_repeat=spec.action_repeat,
         valid=min(1.0, float(np.mean([turn["valid"] for turn in turns]))),

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
@@ -140,11 +139,11 @@ class Replay:
     def _train(self, life: RecordedLife, comparison: Comparison, result: ReplayResult, tensors: Tensors | None) -> None:
         header, rank = life.header, life.header["learner"]
         left, counts = len(life.of("rollout")), header["counts"]
-        edited = None if self.edited is None else as_recorded(self.edited, header)
+        edited = None if self.edited is None else as_recorded(self.edited, life)
         if edited is not None and counts.get("learner_steps", 0) >= self.since:
             config, edited, result.compared = edited, None, False
         else:
-            config = as_recorded(self.config, header)
+            config = as_recorded(self.config, life)
         context = ProcessContext(
             rank=rank, board=self._board, mixing=self._mixing, recorded_life=life, shared_in_replay=self._shared,
             note=comparison.note if result.compared else unrecorded,
@@ -207,13 +206,16 @@ def explain(result: ReplayResult, again: Sequence[ReplayResult]) -> None:
         result.difference += f"; {why}"
 
 
-def as_recorded(config: ResolvedConfig, header: dict[str, Any]) -> ResolvedConfig:
-    """The config with what the recording process had, and with sections that `switch` may change."""
+def as_recorded(config: ResolvedConfig, life: RecordedLife) -> ResolvedConfig:
+    """The config with what the recording processes had, and with sections that `switch` may change."""
+    header, kind = life.header, acting_kind(config)
     sections = {name: copy(getattr(config, name)) for name in EDITABLE}
-    sections["optim"] = replace(config.optim, chunk=header["chunk"])
+    sections["optim"] = replace(config.optim, chunk=config.optim.chunk or header["chunk"])
     names, begins = ["steps", "torch_threads", "precision", "device"], header.get("init_from", "")
-    if not acting_kind(config).has_children:  # it steps its envs itself, and each group has random numbers of its own
-        sections["env"] = replace(config.env, groups=header["groups"])
+    # Groups may depend on the cores of a learner or a host, and each has its own random numbers.
+    opened = [group for _, _, group, start, *_ in life.of("open") if start >= 0]  # not by a remote host
+    if opened or not kind.has_children:
+        sections["env"] = replace(config.env, groups=1 + max(opened) if opened else header["groups"])
     return replace(config, init_from=begins, **sections, **{name: header[name] for name in names})
 
 

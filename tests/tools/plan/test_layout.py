@@ -289,6 +289,7 @@ def test_the_measured_learner_of_every_preset_is_a_valid_run(name, env):
     config = presets.make(name, env, **({"bc.dataset": "any"} if name == "bc" else {}))
     widths = sizes(config)
     assert 1 <= widths[0] < widths[1]
+    assert all(width % 3 == 0 for width in sizes(config, 3))
     for width in widths:
         one = lone(config, width, widths[-1])
         assert one.env.num_envs == width

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -88,6 +89,24 @@ def test_a_resumed_run_is_replayed_as_two_lives(tmp_path):
     for asked in (("", 20), ("", None, {"optim.rule": "adam"})):
         (first,) = replayed(tmp_path / "run", *asked)  # and not the second life, which begins later, or otherwise
         assert first.life.header["life"] == 0
+
+
+def test_hosts_are_replayed_with_the_groups_that_they_had(tmp_path):
+    """Where `env.groups` is 0, a host chooses them by its number of cores."""
+    folder = tmp_path / "run"
+    run(folder, **LAYOUTS["seed"], **{"env.groups": 2})
+    config = open_run(folder)
+    config = replace(config, env=replace(config.env, groups=1))
+    assert_equal(list(replay_run(folder, config, ReplayRequest(), print)))
+
+
+def test_noise_that_an_evaluation_took_away_is_in_no_checkpoint(tmp_path):
+    """The second life begins with what the first one came to, and not with a checkpoint, which was pruned."""
+    run(tmp_path / "run", **LAYOUTS["dqn, two threads"], **{"log.keep": 1, "eval.episodes": 1})
+    resume(tmp_path / "run", steps=3000, quiet=True)
+    results = replayed(tmp_path / "run")
+    assert len(results) == 2
+    assert_equal(results)
 
 
 def edited(folder, edit=lambda event: None, **header):
@@ -194,6 +213,8 @@ def test_a_counterfactual_has_the_same_schedule_and_another_setting(recorded, ca
     command = ["replay", str(recorded("impala"))]
     assert main([*command, "--edit", "algo.entropy_coef=0.5"]) == 0
     assert "not compared: it has other settings, mean return " in capsys.readouterr().out
+    assert main([*command, "--edit", "optim.chunk=3"]) == 0
+    assert "not compared" in capsys.readouterr().out
     assert main([*command, "--edit", "env.num_envs=8"]) == 2
     assert "coterie: --edit: env.num_envs would change the schedule; settings of algo, ppo, " in capsys.readouterr().err
     assert main([*command, "--edit", "algo.gama=1"]) == 2
