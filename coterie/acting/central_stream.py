@@ -74,16 +74,9 @@ class EnvStream(ServiceStream):
         arrays = {**self.newest.join(arrays), **self.shared}
         check_values(self.spec, arrays)
         obs = {k.removeprefix("obs/"): x for k, x in arrays.items() if k.startswith("obs/")}
-        time_step = TimeStep(
-            obs=from_entries(obs),
-            reward=arrays["reward"],
-            terminated=arrays["terminated"],
-            truncated=arrays["truncated"],
-            is_first=arrays["is_first"] | self.new,
-            episode_return=arrays["episode_return"],
-            episode_length=arrays["episode_length"],
-            env_id=self.ids,
-        )
+        small = {name: arrays[name] for name in TimeStep._fields if name in arrays}
+        small["is_first"] = small["is_first"] | self.new
+        time_step = TimeStep(obs=from_entries(obs), env_id=self.ids, **small)
         self.new = False
         self.registry.inbox.put(InferenceRequest(self, time_step, answer))
 

@@ -39,10 +39,6 @@ class Compute:
     record: Record | None = None  # of learner steps as graphs, where the network can be recorded
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - it cannot be changed
 
-    @property
-    def precision(self) -> str:
-        return {torch.bfloat16: "bf16", torch.float32: "fp32"}[self.dtype]
-
     def autocast(self) -> AbstractContextManager[object]:
         """Mixed precision for the loss's forward pass; none where `dtype` is float32."""
         plain = self.dtype == torch.float32

@@ -42,6 +42,10 @@ class Resources(Compute):
     groups: int
     record_acting: Record | None = None
 
+    @property
+    def precision(self) -> str:
+        return {torch.bfloat16: "bf16", torch.float32: "fp32"}[self.dtype]
+
 
 @contextmanager
 def plain_torch(inference: bool = False) -> Iterator[None]:

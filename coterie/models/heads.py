@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +20,9 @@ def init(layer: Layer, gain: float = math.sqrt(2)) -> Layer:
     return layer
 
 
-def _without_noise(layer: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    """Checkpoints of older versions hold the noise."""
-    for name in ("eps_in", "eps_out"):
-        state.pop(prefix + name, None)
-
-
 class NoisyLinear(nn.Module):
     """A layer with learned, factorised noise on its weights (NoisyNets, https://arxiv.org/abs/1706.10295). The noise is
-    a buffer that only `resample` changes, and that no checkpoint keeps: each use begins with a new draw.
+    a buffer that only `resample` changes.
     """
 
     eps_in: Tensor
@@ -41,9 +35,8 @@ class NoisyLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_size).uniform_(-bound, bound))
         self.weight_sigma = nn.Parameter(torch.full((out_size, in_size), sigma * bound))
         self.bias_sigma = nn.Parameter(torch.full((out_size,), sigma * bound))
-        self.register_buffer("eps_in", torch.zeros(in_size), persistent=False)
-        self.register_buffer("eps_out", torch.zeros(out_size), persistent=False)
-        self.register_load_state_dict_pre_hook(_without_noise)  # type: ignore[no-untyped-call]
+        self.register_buffer("eps_in", torch.zeros(in_size))
+        self.register_buffer("eps_out", torch.zeros(out_size))
 
     @torch.no_grad()
     def resample(self, rng: torch.Generator | None) -> None:

@@ -30,7 +30,7 @@ from typing import Any, cast
 import psutil
 
 from coterie.parallel.clock import awake
-from coterie.parallel.signals import HANDLED, end_with_parent, ignore_signals, name_of
+from coterie.parallel.signals import HANDLED, blocked_signals, end_with_parent, ignore_signals, name_of
 from coterie.types import ConfigError, CoterieError, one_line
 
 _END_S = 5.0  # for a child whose socket has closed to end
@@ -64,14 +64,10 @@ def start_server() -> None:
     context.set_forkserver_preload(["coterie.roles.preload"])
     # A server that is only starting must not die of a signal to its group: roles/preload.py unblocks them.
     _short_socket_path()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
-    try:
+    with blocked_signals(), _no_main():
         resource_tracker.ensure_running()  # which unblocks some of them here
         signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
-        with _no_main():
-            forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        forkserver.ensure_running()
 
 
 def _forget_server() -> None:

@@ -275,4 +275,9 @@ class LearnerService:
             return self.board.stopping
 
         seed = seed_for(config.seed, EVAL_SEED, self.learner.exchange.env_steps)
-        return evaluate(algorithm, model, config, Trial(config.eval.episodes, config.eval.sampled, seed, stop=stop))
+        buffers = [x.clone() for x in model.buffers()]  # the noise of noisy layers, which the checkpoint has
+        try:
+            return evaluate(algorithm, model, config, Trial(config.eval.episodes, config.eval.sampled, seed, stop=stop))
+        finally:
+            for x, before in zip(model.buffers(), buffers, strict=True):
+                x.copy_(before)

@@ -199,8 +199,6 @@ def test_noise_is_sampled_again_for_each_batch_shared_by_the_threads_and_not_in_
     twin, _ = FlatParams(model).replica(model)
     model.resample(torch.Generator().manual_seed(1))
     assert torch.equal(twin.q.value[0].eps_in, layer.eps_in)
-    older = {**model.state_dict(), "q.value.0.eps_in": layer.eps_in, "q.value.0.eps_out": layer.eps_out}
-    model.load_state_dict(older)  # as checkpoints had it until 2026-11
 
 
 @pytest.mark.parametrize("name", ["rainbow", "r2d2"])

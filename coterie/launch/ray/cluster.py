@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from coterie.acting.table import acting_kind
-from coterie.config import Config, Ray
+from coterie.config import Ray
 from coterie.extras import needs
 from coterie.launch.ray.allocation import Allocation, Machine, RunPart, Site, Worker
 from coterie.launch.retries import RestartBudget
@@ -118,12 +118,6 @@ class Orders(NamedTuple):
     terms: Terms
 
 
-def budgets(config: Config) -> dict[type[RunPart], RestartBudget]:
-    """The whole run's, for each kind of part."""
-    workers = RestartBudget(f"{config.acting}.restarts", acting_kind(config).restarts(config))
-    return {Site: RestartBudget("restarts", config.restarts), Worker: workers}
-
-
 class RayBoard:
     """An actor beside the process that started the run. All nodes report to it."""
 
@@ -132,7 +126,9 @@ class RayBoard:
         self.hosts = set(hosts)
         self.keys = self._make_keys() if len(hosts) > 1 else {}
         self.addresses: dict[int, Address] = {}
-        self.restarts = budgets(allocation.config)
+        config = allocation.config
+        workers = RestartBudget(f"{config.acting}.restarts", acting_kind(config).restarts(config))
+        self.restarts = {Site: RestartBudget("restarts", config.restarts), Worker: workers}  # of the whole run
         self.stopped: set[type[RunPart]] = set()
         self.finished: set[int] = set()  # sites, whose workers shut down
         self.lines: list[str] = []

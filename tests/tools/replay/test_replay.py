@@ -100,7 +100,7 @@ def test_hosts_are_replayed_with_the_groups_that_they_had(tmp_path):
     assert_equal(list(replay_run(folder, config, ReplayRequest(), print)))
 
 
-def test_noise_that_an_evaluation_took_away_is_in_no_checkpoint(tmp_path):
+def test_an_evaluation_leaves_the_noise_of_noisy_layers_as_it_was(tmp_path):
     """The second life begins with what the first one came to, and not with a checkpoint, which was pruned."""
     run(tmp_path / "run", **LAYOUTS["dqn, two threads"], **{"log.keep": 1, "eval.episodes": 1})
     resume(tmp_path / "run", steps=3000, quiet=True)
