@@ -95,7 +95,8 @@ class SACNetwork(Network):
 
 
 def _flat(obs: Obs) -> Tensor:
-    return torch.cat([x.flatten(1).float() for x in entries(obs).values()], -1)
+    flat = [x.flatten(1) for x in entries(obs).values()]
+    return torch.cat([x / 255 if x.dtype == torch.uint8 else x.float() for x in flat], -1)
 
 
 def squashed(params: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:

@@ -246,7 +246,7 @@ def load(folder: str | Path, learner: str | int = "0", *, trust: bool = False, *
     `env="CartPole-v0"`, `**{"env.kwargs": {"level": 3}, "env.max_episode_steps": 200}`. `trust`: import what the run
     names even if its folder was not made by this user (docs/explanation/security.md).
     """
-    folder = Path(folder)
+    folder = Path(folder).expanduser()
     config, root = open_run(folder, flat(new), trust, (*GIVEN, *EVAL_SETTINGS)), folder / "checkpoints"
     if (path := checkpoint.best(root)[0] or checkpoint.latest(root)) is None:
         raise ConfigError(f"RUN: {folder} has no complete checkpoint yet")

@@ -64,6 +64,7 @@ def _networks(config: Config, spec: Spec) -> Needs:
 def _algorithms(config: Config) -> Needs:
     algorithm, q, alpha = algorithm_class(config), config.q, config.replay.alpha
     values, policy, bc = algorithm.value_based, not algorithm.has_replay, uses("bc", config)
+    correction = config.vtrace.correction
     epsilon, n_step = values and not q.noisy, policy and not (bc or uses("vtrace", config))
     return {
         "model.share": (policy and not config.model.network, "an algorithm without a replay, and no model.network"),
@@ -82,6 +83,11 @@ def _algorithms(config: Config) -> Needs:
         "algo.unroll_length": (not (uses("ppo", config) and config.ppo.batch_size), "ppo.batch_size 0"),
         "ppo.rho_max": (config.ppo.proximal, "ppo, with ppo.proximal"),
         "vtrace.replay_share": (config.vtrace.replay_capacity, "vtrace, with vtrace.replay_capacity"),
+        "vtrace.rho_bar vtrace.c_bar vtrace.q_from": (correction == "vtrace", "vtrace.correction vtrace"),
+        "vtrace.pg_rho_bar": (correction in ("vtrace", "one-step"), "vtrace.correction vtrace or one-step"),
+        "sac.target_entropy": (config.sac.learn_alpha, "sac.learn_alpha"),
+        "r2d2.eta": (alpha, "replay.alpha"),
+        "q.secondary_lr": (q.secondary_batch, "q.secondary_batch"),
     }
 
 

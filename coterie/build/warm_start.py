@@ -33,7 +33,7 @@ def source_of(folder: Path) -> Path:
     """A run's best checkpoint, or its last; a checkpoint is its own. While that run trains these change. Raises a
     `ConfigError` if there is none.
     """
-    root = folder / "checkpoints"
+    root = (folder := folder.expanduser()) / "checkpoints"
     if not folder.is_dir():
         raise ConfigError(f"init_from: {folder}: there is no such folder")
     if (folder / MANIFEST).is_file():

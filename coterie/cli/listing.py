@@ -95,7 +95,7 @@ def listing(options: Namespace) -> int:
         *head, rows = table().split("\n", 2)
         what, found = "combinations", [row for row in rows.splitlines() if pattern.lower() in row.lower()]
     else:
-        columns = max(40, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 0
+        columns = max(40, shutil.get_terminal_size().columns) if sys.stdout and sys.stdout.isatty() else 0
         head, found = [], list(lines(presets() if what == "presets" else envs(), pattern, columns))
     if not found:
         raise ConfigError(f"PATTERN: no {what} have {pattern!r} in their name or description")

@@ -92,7 +92,7 @@ def _read(path: Path) -> dict[str, Any]:
     if path.suffix not in _FILES:
         raise ConfigError(f"--config: {path} does not end in {', '.join(_FILES)}")
     try:
-        data = {".json": json.loads, ".toml": tomllib.loads}.get(path.suffix, _yaml)(path.read_text())
+        data = {".json": json.loads, ".toml": tomllib.loads}.get(path.suffix, _yaml)(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read: {reason_of(error)}") from None
     if not isinstance(data, dict):

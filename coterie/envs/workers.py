@@ -38,12 +38,13 @@ _CLOSE_S = 3.0  # for all workers to close their envs; then they are killed
 
 @functools.lru_cache(maxsize=32)
 def _declared(env_id: str, kwargs: str, max_episode_steps: int) -> Declared:
-    env = open_gym(env_id, json.loads(kwargs), max_episode_steps)
-    try:
-        return describe(env_id, env, max_episode_steps)
-    finally:
-        with contextlib.suppress(Exception):
-            env.close()
+    with contextlib.chdir("."):  # an env may change to another folder
+        env = open_gym(env_id, json.loads(kwargs), max_episode_steps)
+        try:
+            return describe(env_id, env, max_episode_steps)
+        finally:
+            with contextlib.suppress(Exception):
+                env.close()
 
 
 def worker_declared(env: config.Env) -> Declared:

@@ -30,12 +30,13 @@ class Norms(Observer):
         whole, self.before = self.params.grad, self.params.data.clone()  # nothing is clipped yet
         self._each("gradient", whole)
         self._each("weights", self.before)
-        self._cosine("half", self._gradient(algorithm, batch.half()), whole)
+        if (half := batch.half()).valid == batch.valid:  # of a single column
+            return
+        self._cosine("half", self._gradient(algorithm, half), whole)
         if self.policy is not None:
             self.policy.clock = algorithm.clock
             self.policy.load_state_dict(algorithm.state_dict())  # an adapted entropy bonus, for example
-            half = self._gradient(self.policy, batch.half())
-            self._cosine("half_policy", half, self._gradient(self.policy, batch))
+            self._cosine("half_policy", self._gradient(self.policy, half), self._gradient(self.policy, batch))
 
     def step(self) -> None:
         if self.before is not None:

@@ -112,7 +112,7 @@ def resume(
         from coterie.launch.ray.mirror import fetch  # fsspec loads slowly
 
         fetch(url, folder)
-    folder = Path(folder)
+    folder = Path(folder).expanduser()
     config = open_run(folder, new, trust)
     if steps:
         config = validate(replace(config, steps=steps))

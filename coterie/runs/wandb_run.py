@@ -34,9 +34,10 @@ class WandbRun:
     def __init__(self, folder: Path, config: Config) -> None:
         with needs("log.wandb", "wandb"):
             import wandb
+        folder = folder.resolve()  # it may be "."
         self._others = {process.pid for process in _services()}  # of runs that are not Coterie's
         # The id depends on the folder only, so that a resumed run continues its page. A site on Ray is given both.
-        key = f"{folder.name}-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]}"
+        key = f"{folder.name}-{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}"
         log = config.log
         try:
             self._wandb = wandb.init(

@@ -194,7 +194,7 @@ def plan_runs(args: Sequence[str], config: Config, seeds: Sequence[int], grid: S
     """A run for each point of the grid and each seed; folders begin with `config.out`. Raises `ConfigError`."""
     if config.ray.storage:
         raise ConfigError("ray.storage: all runs of a sweep would share it; leave it empty, or start them one by one")
-    base, args, jobs = os.path.expanduser(config.out), _without_out(args), []
+    base, args, jobs = os.path.expanduser(config.out).rstrip("/"), _without_out(args), []
     for point in grid:
         words = "".join("-" + file_name(f"{name.rpartition('.')[2]}-{value}") for name, value in point.items())
         options = [word for name, value in point.items() for word in (f"--{name}", value)]

@@ -112,6 +112,11 @@ def test_the_noise_of_a_team_is_that_of_one_thread() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+def test_bytes_are_scaled_as_in_every_network() -> None:
+    model = make_model(make_config(algorithm="sac", **SMALL), SPEC)  # type: ignore[arg-type]
+    assert torch.equal(model.features(torch.full((2, 3), 51, dtype=torch.uint8)), torch.full((2, 3), 0.2))
+
+
 def test_a_copy_for_acting_in_bf16_has_nearly_the_same_policy() -> None:
     model = make_model(make_config(algorithm="sac", **SMALL), SPEC)  # type: ignore[arg-type]
     torch.nn.init.normal_(model.policy.weight)  # type: ignore[arg-type]

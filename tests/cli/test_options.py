@@ -168,6 +168,14 @@ ATARI, MLP, NET = "one of EnvPool's Atari games", "the torso mlp", "tests.suppor
             "ppo --ppo.rho-max 3 --eval.episodes 3",
             {"ppo.rho-max": "ppo, with ppo.proximal", "eval.episodes": "eval.every"},
         ),
+        (
+            "impala --vtrace.correction none --vtrace.rho-bar 2 --vtrace.pg-rho-bar 2",
+            {
+                "vtrace.rho-bar": "vtrace.correction vtrace",
+                "vtrace.pg-rho-bar": "vtrace.correction vtrace or one-step",
+            },
+        ),
+        ("dqn --q.secondary-lr 0.1", {"q.secondary-lr": "q.secondary_batch"}),
         ("ppo --log.wandb-group a", {"log.wandb-group": "log.wandb"}),
         ("sac --q.noisy True --env Pendulum-v1", {"q.noisy": "dqn or r2d2"}),
         ("sac --model.activation tanh --env Pendulum-v1", {"model.activation": "another algorithm than sac"}),

@@ -168,6 +168,9 @@ def test_of_white_noise_the_cosine_is_the_root_of_a_half_and_of_one_direction_it
     for env_steps, due in ((9, False), (10, True)):
         norms.gradient(env_steps, batch, batch)
         assert bool(norms.gauges()) == due
+    batch.half = lambda: batch
+    norms.gradient(20, batch, batch)
+    assert "cosine/half" not in norms.gauges()  # of a batch that has no half, which would be 1
     team.close()
 
 

@@ -95,7 +95,7 @@ def test_the_spread_is_that_of_the_middle_half():
 @pytest.mark.parametrize(("preset", "options"), [("a2c", {}), ("gala-a2c", {"learners": 2}), ("impala", {})])
 def test_rounds_end_once_the_ratio_has_settled_or_the_time_is_over(monkeypatch, preset, options):
     """Other processes measure only in a run with several learners: there the limits are those of the module."""
-    config = presets.make(preset, env="CartPole-v1", **{"env.num_envs": 4, **options})
+    config = presets.make(preset, env="CartPole-v1", **{"env.num_envs": 4, "steps": 500, **options})
     monkeypatch.setattr(command, "_SPREAD", 0.0 if preset == "a2c" else np.inf)
     begin = time.monotonic()
     found = bench(config, 3.0)

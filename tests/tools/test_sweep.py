@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ def test_a_grid_has_every_combination(tmp_path):
     assert points[1] == {"optim.lr": "1e-3", "algo.gamma": "0.99"}
     jobs = plan_runs(["ppo"], config, [0, 1], points)
     assert len({job.folder for job in jobs}) == 8
+    assert plan_runs([], replace(config, out=f"{config.out}/"), [0, 1], points)[3].folder == jobs[3].folder
     assert jobs[3].folder.name == "g-lr-1e-3-gamma-0.99-seed1"
     assert jobs[3].args == ("ppo", "--optim.lr", "1e-3", "--algo.gamma", "0.99", "--seed", "1")
     assert plan_runs(["ppo", "--out", "x", "--out=y"], config, [0], [{}])[0].args == ("ppo", "--seed", "0")

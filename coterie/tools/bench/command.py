@@ -44,7 +44,7 @@ def bench(asked: Config, seconds: float) -> dict[str, Any]:
     begins when `seconds` are over, without the start. Several learners are measured at once, each on its own cores, in
     common turns; rates are sums over them.
     """
-    config = resolve_config(asked)
+    config = resolve_config(replace(asked, steps=10**15))  # acting ends with the budget
     if (kind := algorithm_class(config)).has_replay:
         config = replace(config, q=replace(config.q, learn_start=kind.first_rows(config)))  # train at once
     check(config, make_spec(config.env, config.atari))

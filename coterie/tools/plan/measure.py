@@ -64,7 +64,7 @@ def lone(config: Config, envs: int, of: int) -> ResolvedConfig:
 
 
 def sizes(config: Config, agents: int = 1) -> tuple[int, int]:
-    """Two numbers of envs to measure with, of whole teams. The larger one is about the width of a forward and a batch."""
+    """Two numbers of envs to measure with, of whole teams; the larger is about the width of a forward and a batch."""
     settled = resolve_config(replace(config, learners=1, exchange="auto"))
     teams = max(2, -(-max(settled.env.num_envs, acting_kind(settled).batch_size(settled)) // agents))
     return max(1, teams // 4) * agents, teams * agents
