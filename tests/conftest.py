@@ -18,6 +18,7 @@ from coterie.models.build import Network
 from coterie.runs.config_io import replace
 from coterie.types import ActionSpec, ObsSpec, Rollout, Spec
 
+pytest.register_assert_rewrite("tests.support.runs", "tests.support.meddler")  # so that their failures show values
 torch.set_num_threads(1)
 settings.register_profile("coterie", deadline=None)  # a busy machine fails no test
 settings.load_profile("coterie")

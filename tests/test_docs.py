@@ -49,6 +49,7 @@ def shrink(command: list[str]) -> list[str]:
     if "train" in command and "--help" not in command:
         value = ["--q.learn-start", "400", "--q.batch-size", "8", "--steps", "600", "--replay.capacity", "20000"]
         more = ["--learners", "2"] if command[1] == "a3c" else value * hasattr(values, command[1].replace("-", "_"))
+        more += ["--q.intensity", "8"] * (command[1] == "sac")  # its 256 are for batches of 256
         if command[1] == "seed-r2d2":
             more += ["--r2d2.length", "16", "--r2d2.burn-in", "8", "--r2d2.stride", "8"]
         small = list(SMALL)

@@ -117,6 +117,8 @@ class EnvHost:
             try:
                 self.loop.run(report)
             except RunEnded:
+                for stream in self.loop.streams:  # the learner's server waits for them
+                    stream.close()
                 with board.blocked(self.setup.row):  # for learners that have not reached the end
                     while not board.closed:
                         time.sleep(0.01)

@@ -26,7 +26,7 @@ from tests.support.crew import crewed
 from tests.support.paced import LENGTHS, PAUSES, TASKS, tallied
 
 ACTORS = {"acting": "decoupled", "actors": 2}
-PROCESSES, WIDTH, T, ROWS = 6, 128, 20, 600_000  # WIDTH: envs of each
+PROCESSES, WIDTH, T, ROWS = 6, 128, 20, 300_000  # WIDTH: envs of each
 BOUND = {"decoupled": 3, "central": 4}
 
 

@@ -53,7 +53,7 @@ def test_a_machine_that_hangs_is_lost_and_rejoins(machine, monkeypatch):
     hangs = machines[1]
     hangs.pause.set()
     assert hangs.paused.wait(PATIENCE_S)
-    monkeypatch.setattr(hangs.group.client, "exchange", lambda store: time.sleep(6.0))  # no signs of life
+    monkeypatch.setattr(hangs.group.client, "exchange", lambda store: time.sleep(4.5))  # no signs of life
     others = [machines[0], machines[2]]
     train(others, 2)
     rest(others)

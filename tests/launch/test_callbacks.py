@@ -21,8 +21,7 @@ from coterie.types import ConfigError, CoterieError
 from tests.support.commands import run_example
 from tests.support.runs import arguments, check_rows, last_checkpoint, last_line, read_summary
 
-# An env behind a wrapper; a step's reward is the env's level, which callbacks set. `path`: the seeds of envs that have
-# been at level 2.
+# An env behind a wrapper; a step's reward is its level, which callbacks set. `path`: seeds of the envs at level 2.
 LEVELS = """
 import gymnasium
 from coterie.envs.testing import CountingEnv
@@ -59,9 +58,10 @@ SMALL = {"env.num_envs": 4, "algo.unroll_length": 8, "log.tensorboard": False, "
 @pytest.fixture
 def config(tmp_path, module):
     module("levels", LEVELS)
+    small = SMALL | {"out": str(tmp_path / "run"), "env.threads": 1}  # an evaluation starts as many processes
 
     def make(layout: str, **changes: object):
-        return presets.a2c(env="levels:make", **{**SMALL, **LAYOUTS[layout], "out": str(tmp_path / "run"), **changes})
+        return presets.a2c(env="levels:make", **{**small, **LAYOUTS[layout], **changes})
 
     return make
 
@@ -144,7 +144,7 @@ class Broken(coterie.Callback):
      ("gossip", "on_rollout"), ("decoupled", "on_checkpoint"), ("central", "on_end")],
 )  # fmt: skip
 def test_a_callback_that_raises_ends_the_run_after_a_checkpoint_and_others_go_on(tmp_path, config, layout, hook):
-    out, small = tmp_path / "run", config(layout, **{"steps": 600, "eval.every": 150, "eval.episodes": 2})
+    out, small = tmp_path / "run", config(layout, **{"steps": 600, "eval.every": 600, "eval.episodes": 2})
     with pytest.raises(CoterieError, match=rf"Broken\.{hook}: (ValueError|SystemExit): broken by design; last good"):
         coterie.train(small, callbacks=[Broken(hook), Diary()], quiet=True)
     log, summary = (out / "log.txt").read_text(), read_summary(out)

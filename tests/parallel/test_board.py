@@ -148,15 +148,15 @@ def test_a_process_that_is_frozen_while_it_waits_is_noticed_and_one_that_waits_i
     try:
         said = [kind for child in children for _, kind, _ in listen([child], 60.0)]
         assert said == ["waits"] * 3
-        pids, end = {row: child.process.pid for row, child in enumerate(children)}, time.monotonic() + 12
+        pids, end = {row: child.process.pid for row, child in enumerate(children)}, time.monotonic() + 7.5
         while time.monotonic() < end:
             board.heartbeat(3)
-            stalled = heartbeats.stalled(board, pids | {3: None}, 4.0)
+            stalled = heartbeats.stalled(board, pids | {3: None}, 2.5)
             late |= {stalled[0]} if stalled else set()
             time.sleep(0.05)
         assert late == {2}
         board.start(2)  # another process takes its place
-        assert heartbeats.stalled(board, pids | {3: None}, 4.0) is None
+        assert heartbeats.stalled(board, pids | {3: None}, 2.5) is None
     finally:
         for child in children:
             child.kill()

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from coterie.cli.main import main
+from coterie.envs import workers
+from coterie.plugins import set_command_folder
 from tests.support.commands import ROOT, coterie
 
 PAGES = sorted((ROOT / "docs" / "guides").glob("custom-*.md"))
@@ -29,7 +37,32 @@ def train(folder: Path, out: str, *args: str) -> dict[str, Any]:
     return found
 
 
+@contextmanager
+def inside(folder: Path) -> Iterator[None]:
+    """This process as one that a command was typed for in `folder`; what was imported from there is forgotten."""
+    before, path = Path.cwd(), [*sys.path]
+    os.chdir(folder)
+    workers._declared.cache_clear()  # which is by name, and other tests have an env of that name
+    try:
+        yield
+    finally:
+        os.chdir(before)
+        sys.path[:] = path
+        set_command_folder("")
+        for name, module in list(sys.modules.items()):
+            if (getattr(module, "__file__", None) or "").startswith(str(folder)):
+                del sys.modules[name]
+
+
+def train_here(folder: Path, out: str, *args: str) -> dict[str, Any]:
+    """As `train`, in this process."""
+    with inside(folder):
+        assert main(["train", *args, "--out", out, "--log.tensorboard", "False", "--device", "cpu"]) == 0
+    found: dict[str, Any] = json.loads((folder / out / "summary.json").read_text())
+    return found
+
+
 def evaluate(folder: Path, run: str, episodes: int = 50) -> float:
-    done = coterie(folder, "eval", run, "--episodes", str(episodes), "--json")
-    assert done.returncode == 0, done.stderr[-2000:]
-    return float(json.loads(done.stdout)["mean_return"])
+    with inside(folder), redirect_stdout(io.StringIO()) as said:
+        assert main(["eval", run, "--episodes", str(episodes), "--json"]) == 0
+    return float(json.loads(said.getvalue())["mean_return"])

@@ -7,11 +7,12 @@ import json
 import pytest
 import torch
 
+from coterie.cli.main import main
 from coterie.config import Model
 from coterie.plugins import named
 from coterie.runs import checkpoint
 from coterie.types import ObsSpec
-from tests.plugins.page import evaluate, train, write_files
+from tests.plugins.page import evaluate, inside, train, train_here, write_files
 from tests.support.commands import coterie
 
 
@@ -24,25 +25,25 @@ def folder(tmp_path):
 
 def test_the_environment_of_the_page_is_solved(folder):
     longer = ["--env.kwargs", '{"length": 12}']
-    train(folder, "run", "ppo", "--env", "corridor:Corridor", *longer, "--steps", "20000")
+    train_here(folder, "run", "ppo", "--env", "corridor:Corridor", *longer, "--steps", "20000")
     assert evaluate(folder, "run") == pytest.approx(1 - 0.01 * 11, abs=1e-5)  # the shortest way, every time
 
 
 def test_the_environment_with_text_of_the_page_is_solved(folder):
-    train(folder, "run", "ppo", "--env", "signpost:Signpost", "--seed", "0", "--steps", "10000")
+    train_here(folder, "run", "ppo", "--env", "signpost:Signpost", "--seed", "0", "--steps", "10000")
     assert evaluate(folder, "run") == 1.0  # without reading: 0.5
 
 
 def test_the_torso_for_vectors_of_the_page_learns(folder):
     residual = ["--env", "CartPole-v1", "--seed", "0", "--model.torso", "residual:Torso"]
-    assert train(folder, "run", "ppo", *residual, "--steps", "30000")["mean_return"] > 100  # a random policy: 20
+    assert train_here(folder, "run", "ppo", *residual, "--steps", "30000")["mean_return"] > 100  # a random policy: 20
 
 
 @pytest.mark.slow
 def test_the_torso_for_images_of_the_page_learns(folder):
     catch = ["--env", "coterie.envs.testing:Catch", "--env.kwargs", '{"image": true, "scale": 8}', "--seed", "0"]
     images = ["--model.torso", "patches:Torso", "--precision", "bf16"]
-    assert train(folder, "run", "ppo", *catch, *images, "--steps", "24000")["mean_return"] > 0.2  # random: -0.6
+    assert train_here(folder, "run", "ppo", *catch, *images, "--steps", "24000")["mean_return"] > 0.2  # random: -0.6
 
 
 @pytest.mark.parametrize("shape", [(40, 80, 3), (3, 80, 40)])
@@ -61,8 +62,8 @@ def test_the_algorithm_of_the_page_learns_and_is_found_again(folder):
     assert done.returncode == 0, done.stderr[-2000:]
     assert evaluate(folder, "run") > 250
 
-    train(folder, "own", *cartpole, "--algorithm", "spo:SPO", "--steps", "2048")
-    train(folder, "plain", *cartpole, "--steps", "2048")
+    train_here(folder, "own", *cartpole, "--algorithm", "spo:SPO", "--steps", "2048")
+    train_here(folder, "plain", *cartpole, "--steps", "2048")
     assert not same(weights(folder / "own", 0), weights(folder / "plain", 0))
 
     (folder / "spo.py").rename(folder / "elsewhere.py")
@@ -74,7 +75,7 @@ def test_the_algorithm_of_the_page_learns_and_is_found_again(folder):
 def test_the_algorithm_from_the_start_of_the_page_learns(folder):
     cartpole = ["--env", "CartPole-v1", "--seed", "0", "--steps", "40000"]
     cartpole += ["--algo.unroll-length", "100", "--log.norms", "9000"]
-    summary = train(folder, "run", "a2c", "--algorithm", "reinforce:Reinforce", *cartpole)
+    summary = train_here(folder, "run", "a2c", "--algorithm", "reinforce:Reinforce", *cartpole)
     assert summary["mean_return"] > 40  # a random policy: 20
     assert evaluate(folder, "run", 10) > 60
 
@@ -100,7 +101,7 @@ def test_the_acting_of_the_page_takes_weights_at_every_eighth_rollout(folder):
     """Weights are taken at every eighth rollout: as many rows are 0, 1, ... 7 learner steps old."""
     o = ["--steps", "40000", "--env.num-envs", "8", "--algo.unroll-length", "10", "--seed", "0"]
     late = ["--acting", "inline", "--plugins.acting", "late:Late"]
-    summary = train(folder, "run", "impala", "--env", "CartPole-v1", *late, *o)
+    summary = train_here(folder, "run", "impala", "--env", "CartPole-v1", *late, *o)
     lags = {int(k): n for k, n in summary["policy_lag"].items()}
     assert sorted(lags) == list(range(8))
     assert max(lags.values()) - min(lags.values()) in (0, 80)  # rows of one rollout, where the last round is not whole
@@ -113,12 +114,12 @@ def test_the_exchange_of_the_page_averages_weights_after_every_eighth_step(folde
     o = ["--env", "Pendulum-v1", "--env.max-episode-steps", "100000", "--env.num-envs", "8"]
     o += ["--algo.unroll-length", "8", "--learners", "2", "--exchange", "local_sgd:LocalSGD"]
     for made in (16, 20):
-        train(folder, f"run{made}", "a2c", *o, "--steps", str(made * 2 * 64))
+        train_here(folder, f"run{made}", "a2c", *o, "--steps", str(made * 2 * 64))
         first, second = (weights(folder / f"run{made}", rank) for rank in (0, 1))
         assert same(first, second) == (made % 8 == 0)
     # 4 steps after the last mean, the resumed run makes its next one 4 steps on.
-    done = coterie(folder, "resume", "run20", "--steps", str(24 * 2 * 64))
-    assert done.returncode == 0, done.stderr[-2000:]
+    with inside(folder):
+        assert main(["resume", "run20", "--steps", str(24 * 2 * 64)]) == 0
     assert same(weights(folder / "run20", 0), weights(folder / "run20", 1))
 
 

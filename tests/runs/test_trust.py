@@ -17,7 +17,7 @@ from gymnasium.envs.classic_control import CartPoleEnv
 import coterie
 from coterie import config
 from coterie.cli.main import main
-from coterie.envs.make import make_spec
+from coterie.envs import make, workers
 from coterie.plugins import FIELDS, set_command_folder
 from coterie.runs import checkpoint
 from coterie.runs.config_io import load_config, replace
@@ -25,7 +25,6 @@ from coterie.runs.manifest import _seal
 from coterie.runs.trust import code_of
 from coterie.tools.report.dashboard import Live
 from coterie.types import ConfigError
-from tests.plugins.page import ROOT
 from tests.support import commands
 from tests.support.runs import last_line, small_ppo
 from tests.tools.report.recorded import record
@@ -117,7 +116,7 @@ def test_every_setting_that_names_code_is_refused(foreign, field):
 
 
 def test_code_of_is_empty_for_built_in_parts(trained):
-    assert code_of(load_config(trained / "config.json")) == {}
+    assert not code_of(load_config(trained / "config.json"))
     built_in = {"env.id": "ALE/Pong-v5,pettingzoo/butterfly/pistonball_v6", "model.core": "lstm", "algorithm": "dqn"}
     assert code_of(replace(config.Config(), built_in)) == {}
 
@@ -158,6 +157,7 @@ def here(project, monkeypatch, capsys) -> Iterator[Callable[..., tuple[int, str]
 
     def call(*args: str) -> tuple[int, str]:
         sys.modules.pop("mine", None)
+        workers._declared.cache_clear()  # it is by name
         code, shown = main([*args]), capsys.readouterr()
         return code, (shown.out + shown.err).strip().splitlines()[-1]
 
@@ -166,7 +166,7 @@ def here(project, monkeypatch, capsys) -> Iterator[Callable[..., tuple[int, str]
 
 
 def test_ones_own_run_stays_trusted_until_it_names_other_code(project, here):
-    assert command(project, "train", "ppo", "--env", "mine:Mine", *SMALL, "--out", "run")[0] == 0
+    assert here("train", "ppo", "--env", "mine:Mine", *SMALL, "--out", "run")[0] == 0
     key = project / "state" / "coterie" / "trust.key"
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
     shutil.copytree(project / "run", project / "copy")
@@ -190,12 +190,12 @@ def test_ones_own_run_stays_trusted_until_it_names_other_code(project, here):
     assert here("eval", "moved")[0] == 2, "others may have read the key"
 
 
-def test_without_a_place_for_a_key_a_run_trains_and_says_what_to_do(project, monkeypatch):
+def test_without_a_place_for_a_key_a_run_trains_and_says_what_to_do(project, here, monkeypatch):
     monkeypatch.setenv("COTERIE_TRUST_KEY", "/proc/nowhere/key")
     assert command(project, "train", "ppo", "--env", "mine:Mine", *SMALL, "--out", "run")[0] == 0
     assert "this run cannot be signed" in (project / "run" / "log.txt").read_text()
-    assert command(project, "eval", "run")[0] == 2
-    assert command(project, "eval", "run", "--episodes", "1", "--trust")[0] == 0
+    assert here("eval", "run")[0] == 2
+    assert here("eval", "run", "--episodes", "1", "--trust")[0] == 0
 
 
 def test_what_is_given_again_from_python_needs_no_trust(foreign):
@@ -228,16 +228,16 @@ def test_an_optional_package_is_not_imported_from_the_current_folder(project):
     (project / "pynvml.py").write_text(HOSTILE)
     train = ("train", "ppo", "--env", "CartPole-v1", *SMALL, "--out", "run")
     python = [sys.executable, "-P", "-c", WITHOUT_NVML, *train]
-    subprocess.run(python, cwd=project, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=200)
+    subprocess.run(python, cwd=project, env={**os.environ, "PYTHONPATH": str(commands.ROOT)}, check=True, timeout=200)
     assert not (project / "ran").exists()
 
 
-def test_the_processes_of_a_sweep_import_nothing_from_the_current_folder(project):
+def test_the_processes_of_a_sweep_import_nothing_from_the_current_folder(project, here):
     (project / "json.py").write_text(HOSTILE)
-    command(project, "train", "ppo", "--env", "CartPole-v1", *SMALL, "--seeds", "0..0", "--out", "sweep")
+    assert here("train", "ppo", "--env", "CartPole-v1", *SMALL, "--seeds", "0..0", "--out", "sweep")[0] == 0
     assert not (project / "ran").exists()
     (project / "json.py").unlink()
-    assert command(project, "train", "ppo", "--env", "mine:Mine", *SMALL, "--seeds", "0..0", "--out", "own")[0] == 0
+    assert here("train", "ppo", "--env", "mine:Mine", *SMALL, "--seeds", "0..0", "--out", "own")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -253,13 +253,13 @@ def test_the_processes_of_a_sweep_import_nothing_from_the_current_folder(project
 def test_only_envs_and_functions_that_make_one_are_called(foreign, env, kwargs, why):
     for backend in ("auto", "vector"):
         with pytest.raises(ConfigError, match=why):
-            make_spec(config.Env(id=env, kwargs=kwargs, num_envs=2, backend=backend), config.Atari())
+            make.make_spec(config.Env(id=env, kwargs=kwargs, num_envs=2, backend=backend), config.Atari())
     assert not Path("ran").exists()
 
 
 def test_the_game_of_self_play_is_not_an_argument(foreign):
     env = config.Env(id="selfplay/classic/tictactoe_v3", kwargs='{"game": "run.evil:main"}', num_envs=2)
-    make_spec(env, config.Atari())
+    make.make_spec(env, config.Atari())
 
 
 def test_the_folder_of_the_command_is_searched_last_and_only_for_named_code(monkeypatch, tmp_path):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -17,23 +15,6 @@ from coterie.tools.bench import command
 from coterie.tools.bench.command import bench, show, spread
 from coterie.tools.bench.turns import EnvOnly, StepTimer, Training, Turn
 from coterie.types import AgentOutput
-
-
-class Slow(gymnasium.Env[Any, Any]):
-    """A step takes 2 ms of a core."""
-
-    observation_space = gymnasium.spaces.Box(-1.0, 1.0, (2,))
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        return np.zeros(2, np.float32), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        end = time.process_time() + 0.002
-        while time.process_time() < end:
-            pass
-        return np.zeros(2, np.float32), 0.0, False, False, {}
 
 
 def test_a_turn_starts_again_after_the_rollouts_that_were_acted_before_it():
@@ -144,7 +125,7 @@ def test_what_a_call_costs_is_told_from_what_its_rows_cost(monkeypatch):
 def test_the_cost_of_an_env_step_counts_the_time_of_worker_processes():
     """A step of this env takes a core for 2 ms, whatever the number of its workers."""
     options = {"env.num_envs": 4, "env.backend": "workers", "env.threads": 2}
-    learner = LearnerProcess(resolve_config(presets.a2c(env="tests.tools.test_bench:Slow", **options)))
+    learner = LearnerProcess(resolve_config(presets.a2c(env="tests.support.slow_env:Slow", **options)))
     env_only = EnvOnly(learner)
     try:
         _, cost = env_only.turn(1.5)

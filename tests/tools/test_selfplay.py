@@ -196,9 +196,9 @@ def test_a_run_keeps_a_pool_that_it_resumes_with(preset: str, game: str, tmp_pat
     small = {"env.num_envs": 4, "env.threads": 1, "ppo.minibatch_size": 32}
     if preset == "impala":
         small |= {"model.core": "lstm", "model.core_size": 8}
-    log = {"log.checkpoint_every": 2.0, "log.every": 0.2, "log.tensorboard": False}
+    log = {"log.checkpoint_every": 0.5, "log.every": 0.2, "log.tensorboard": False}
     config = presets.make(
-        preset, f"selfplay/{game}", learners=1, steps=1500, out=str(tmp_path / "run"), device="cpu", **small, **log
+        preset, f"selfplay/{game}", learners=1, steps=600, out=str(tmp_path / "run"), device="cpu", **small, **log
     )
     assert resolve_config(resolve_config(config)).callbacks == ("coterie.tools.selfplay:SelfPlay",)
     assert coterie.train(config, quiet=True)["status"] == "finished"
@@ -211,7 +211,7 @@ def test_a_run_keeps_a_pool_that_it_resumes_with(preset: str, game: str, tmp_pat
     if preset == "ppo":  # a replay plays the same games, which the rating does not count again
         assert replayed(tmp_path / "run", "", 1)[0].rollouts == 1
         assert not list((tmp_path / "run" / "selfplay" / "results").iterdir())
-    coterie.resume(tmp_path / "run", steps=3000, quiet=True)
+    coterie.resume(tmp_path / "run", steps=1200, quiet=True)
     after = json.loads((tmp_path / "run" / "selfplay" / "pool.json").read_text())
     assert len(after["members"]) > len(pool["members"])
     assert after["elo"] != pool["elo"]

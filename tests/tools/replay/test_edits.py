@@ -43,7 +43,7 @@ VALUES = {
 @pytest.mark.parametrize("kind", RUNS)
 def test_a_setting_is_switched_at_a_learner_step(tmp_path, kind):
     """The weights are the recorded ones up to there, and others later."""
-    folder, since, last = tmp_path / "run", 24, 40
+    folder, (since, last) = tmp_path / "run", (24, 40) if kind == "dqn" else (16, 24)
     run(folder, **RUNS[kind])
     found = list[torch.Tensor]()  # the weights at the last learner step
     for edit in (None, *VALUES[kind]):

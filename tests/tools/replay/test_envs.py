@@ -27,7 +27,7 @@ def events(folder, kind):
 def test_envs_that_failed_and_died_are_replaced_again_and_attributes_are_set_again(tmp_path, monkeypatch, layout):
     """Some failed at the first reset, and some of those in their place as they were made."""
     folder = tmp_path / "run"
-    summary = run(folder, [Longer], **LAYOUTS[layout], **ENV)
+    summary = run(folder, [Longer], **LAYOUTS[layout], **ENV, steps=900)
     replaced = events(folder, "replaced")
     assert sum(len(ids) for _, _, ids in replaced) == summary["envs_replaced"]
     answers = {answers for _, answers, _ in replaced}
