@@ -39,6 +39,7 @@ def _envs(config: Config) -> Needs:
     apart = config.env.backend in APART
     workers = apart and not all(in_pool(replace(config.env, id=task)) for task in tasks(config.env.id))
     return {
+        "env.delay_learner": (config.env.delay, "env.delay"),
         "env.threads": (apart, "env.backend auto, pool or workers"),
         "env.timeout env.on_error": (workers, "envs in worker processes"),
         "atari": (any(map(is_atari, tasks(config.env.id))), "one of EnvPool's Atari games"),
@@ -53,7 +54,8 @@ def _networks(config: Config, spec: Spec) -> Needs:
         "model.hidden": (mlp or own, "the torso mlp"),
         "model.activation": ((mlp or own) and not sac, "another algorithm than sac" if sac else "the torso mlp"),
         "model.torso": (whole and not sac, "another algorithm than sac" if sac else "no model.network"),
-        "model.core model.share model.last_action_reward": (whole, "no model.network"),
+        "model.core model.share": (whole, "no model.network"),
+        "model.clip_last_reward": (config.model.last_action_reward or own, "model.last_action_reward"),
         "model.core_size": (core != "none" or own, "model.core"),
         "model.forget_bias": (core == "lstm" or own, "model.core lstm"),
         "model.core_layers model.core_heads model.core_memory": (core == "gtrxl" or own, "model.core gtrxl"),
@@ -94,6 +96,7 @@ def _algorithms(config: Config) -> Needs:
 def _runs(config: Config) -> Needs:
     adam = config.optim.rule.startswith("adam")
     rows: Needs = {
+        "reward.scale": (not config.reward.normalize, "reward.normalize False"),
         "algo.poll": (config.acting != "central", "acting inline or decoupled"),
         "optim.alpha": (not adam, "optim.rule rmsprop or rmsprop_tf"),
         "optim.beta1 optim.beta2": (adam, "optim.rule adam or adam_eps_hat"),

@@ -6,7 +6,7 @@ from typing import Any
 
 from coterie.config import PPO, Algo, Config, Gossip, Hogwild, Model, Optim, Reward, Schedule, Store
 from coterie.plugins import NameOrObject
-from coterie.presets.common import LINEAR, derive, make
+from coterie.presets.common import LINEAR, derive, image_rewards, make, vector_rewards
 from coterie.runs.objects import name_of
 
 
@@ -27,7 +27,7 @@ def a2c(env: NameOrObject = "Pong-v5", **overrides: Any) -> Config:
         image={
             "steps": 10_000_000,
             "env.decorrelate": 200,
-            "reward.clip": "sign",
+            "reward": image_rewards(env),
             "model.torso": "a3c",
             "algo": Algo(unroll_length=5, value_coef=0.25),
             "optim": Optim("rmsprop_tf", lr=7e-4, alpha=0.9, eps=1e-6, sqrt_scaling_from=16),
@@ -60,7 +60,7 @@ def ppo(env: NameOrObject = "Pong-v5", **overrides: Any) -> Config:
         image={
             "steps": 5_000_000,
             "env.decorrelate": 200,
-            "reward.clip": "sign",
+            "reward": image_rewards(env),
             "model.torso": "a3c",
             "algo": Algo(128, gae_lambda=0.95, normalize_advantage=True),
             "ppo": PPO(epochs=3, minibatch_size=256, clip=0.2, batch_size=2048),
@@ -142,9 +142,9 @@ def a3c(env: NameOrObject = "LunarLander-v3", **overrides: Any) -> Config:
     """A3C with GAE and an LSTM: lock-free workers, for many cores.
 
     Christensen and Hansen: workers of one simulator each, Adam with each worker's own moments, FC256-FC256-LSTM256
-    shared by policy and value, or a small convolutional net before the LSTM. Vectors: rewards times 0.01 as in the
-    authors' code. Ours: 24 workers (64), lambda 0.98, an entropy bonus, gradients clipped to 0.5, a decaying learning
-    rate; for vectors also longer unrolls and a faster rate; MountainCar's actions repeated 6 times (4) and its
+    shared by policy and value, or a small convolutional net before the LSTM. Classic vector envs: rewards times 0.01 as
+    in the authors' code. Ours: 24 workers (64), lambda 0.98, an entropy bonus, gradients clipped to 0.5, a decaying
+    learning rate; for vectors also longer unrolls and a faster rate; MountainCar's actions repeated 6 times (4) and its
     observations normalized. Values learn lambda-returns (Algorithm 1: n-step returns). `a3c-paper` has the paper's
     defaults.
     """
@@ -152,7 +152,7 @@ def a3c(env: NameOrObject = "LunarLander-v3", **overrides: Any) -> Config:
     net = Model("mlp", (256, 256), core="lstm", core_size=256, forget_bias=0.0, share="yes")
     vector = {
         "steps": 1_200_000,
-        "reward.scale": 0.01,
+        "reward": vector_rewards(env),
         "model": net,
         "algo": Algo(100, gamma=0.995, gae_lambda=0.98, value_coef=0.25, entropy_coef=0.001),
         "optim": Optim("adam", lr=7e-4, eps=1e-8, max_grad_norm=0.5, schedule=LINEAR),
@@ -173,7 +173,7 @@ def a3c(env: NameOrObject = "LunarLander-v3", **overrides: Any) -> Config:
         {"exchange": "hogwild", "learners": 24, "env.num_envs": 1, "hogwild": Hogwild("own")},
         image={
             "steps": 10_000_000,
-            "reward.clip": "sign",
+            "reward": image_rewards(env),
             "model": net,
             "model.torso": "a3c-gae",
             "algo": Algo(20, gae_lambda=0.98, value_coef=0.25, entropy_coef=0.01),

@@ -8,8 +8,11 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, Literal
 
-from coterie.config import Atari, Config, Env, Model, Schedule
+from coterie.config import Atari, Config, Env, Model, Reward, RewardClip, Schedule
+from coterie.envs.atari57 import game
+from coterie.envs.gym import ALE
 from coterie.envs.make import make_spec
+from coterie.envs.pool import is_atari
 from coterie.envs.tasks import tasks
 from coterie.plugins import NameOrObject
 from coterie.runs.config_io import of_numpy
@@ -58,6 +61,18 @@ def of_env(overrides: Changes) -> Changes:
 def envs(env: NameOrObject, count: int) -> int:
     """`count` envs; for several tasks 0, which is auto: as many as can be shared out evenly."""
     return count if len(tasks(name_of("env.id", env))) == 1 else 0
+
+
+def image_rewards(env: str, clip: RewardClip = "sign") -> Reward:
+    """Clipped for Atari and DeepMind Lab, as in the papers; normalized for others, whose rewards have any size."""
+    known = all(task.startswith((ALE, "dmlab/")) or game(task) or is_atari(task) for task in tasks(env))
+    return Reward(clip) if known else Reward(normalize=True)
+
+
+def vector_rewards(env: str) -> Reward:
+    """Times 0.01 for the classic envs, as in A3C with GAE; normalized for others, whose rewards have any size."""
+    classic = env.startswith(("LunarLander", "CartPole", "Acrobot", "MountainCar"))
+    return Reward(scale=0.01) if classic else Reward(normalize=True)
 
 
 def family(spec: Spec) -> Family:

@@ -6,7 +6,7 @@ from typing import Any
 
 from coterie.config import Algo, Central, Config, Decoupled, Optim, Reward, VTrace
 from coterie.plugins import NameOrObject
-from coterie.presets.common import LINEAR, Changes, derive, envs, flat, make, of_env
+from coterie.presets.common import LINEAR, Changes, derive, envs, flat, image_rewards, make, of_env, vector_rewards
 from coterie.runs.objects import name_of
 
 _PAPER: Changes = {
@@ -31,7 +31,7 @@ def impala(env: NameOrObject = "Pong-v5", **overrides: Any) -> Config:
     image: Changes = {
         "steps": 10_000_000,
         "decoupled": Decoupled(batch_size=16),
-        "reward.clip": "clamp",
+        "reward": image_rewards(env, "clamp"),
         "model.torso": "gala",
         "algo": Algo(20, gae_lambda=0.95, value_coef=0.25, entropy_coef=0.01, normalize_advantage=True),
         "vtrace": VTrace(minibatch=4),
@@ -59,7 +59,7 @@ def impala(env: NameOrObject = "Pong-v5", **overrides: Any) -> Config:
         {"algorithm": "vtrace", "acting": "decoupled", "env.num_envs": 0},
         image=image,
         vector={
-            "reward.scale": 0.01,
+            "reward": vector_rewards(env),
             "algo": Algo(20, gamma=0.995, gae_lambda=0.98, entropy_coef=0.003),
             "decoupled": Decoupled(batch_size=8),
             "optim": Optim("rmsprop", lr=3e-3, schedule=LINEAR),

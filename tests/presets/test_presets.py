@@ -71,6 +71,24 @@ def test_two_ppo_learners_that_gossip_make_as_many_updates_as_one(env):
     assert halves == (one.env.num_envs, one.ppo.minibatch_size, one.ppo.batch_size)
 
 
+@pytest.mark.parametrize(
+    ("preset", "env", "kwargs", "expected"),
+    [
+        ("ppo", "Pong-v5,Breakout-v5", "{}", ("sign", 1.0, False)),
+        ("impala-paper", "Pong-v5", "{}", ("clamp", 1.0, False)),
+        ("seed-vtrace", "coterie.envs.testing:Catch", '{"image": true, "scale": 8}', ("none", 1.0, True)),
+        ("gala-a2c", "coterie.envs.testing:Catch", '{"image": true, "scale": 8}', ("none", 1.0, True)),
+        ("dqn", "coterie.envs.testing:Catch", '{"image": true, "scale": 8}', ("sign", 1.0, False)),
+        ("a3c", "LunarLander-v3", "{}", ("none", 0.01, False)),
+        ("a3c", "coterie.envs.testing:Catch", "{}", ("none", 1.0, True)),
+        ("seed-vtrace", "coterie.envs.testing:Catch", "{}", ("none", 1.0, True)),
+    ],
+)
+def test_only_rewards_of_envs_whose_sizes_are_known_are_clipped_or_scaled(preset, env, kwargs, expected):
+    reward = presets.make(preset, env, **{"env.kwargs": kwargs}).reward
+    assert (reward.clip, reward.scale, reward.normalize) == expected
+
+
 def test_a3c_paper_has_the_papers_defaults():
     config = presets.make("a3c-paper", env="LunarLander-v3")
     assert (config.exchange, config.learners, config.env.num_envs, config.algo.unroll_length) == ("hogwild", 64, 1, 20)
