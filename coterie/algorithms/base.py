@@ -125,7 +125,6 @@ class AlgorithmBase:
     on_policy: ClassVar[bool] = False
     value_based: ClassVar[bool] = False  # the network outputs action values
     has_replay: ClassVar[bool] = False
-    running_advantage: ClassVar[bool] = False  # normalizes advantages by a running deviation, not within a batch
     refusals: ClassVar[tuple[Refusal, ...]] = ()
     Settings: ClassVar[Callable[..., Any] | None] = None  # a dataclass of the settings that only this algorithm has
 

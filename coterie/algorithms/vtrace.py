@@ -80,7 +80,6 @@ class VTrace(A2C):
     """A2C with targets that correct for the acting policy."""
 
     on_policy = False
-    running_advantage = True
     refusals = (
         Refusal(
             lambda c, s: 0 < c.vtrace.replay_capacity < max(_rollouts(c), _shares(c, _rollouts(c))[1]),

@@ -227,7 +227,7 @@ class Policy:
             self._first, rng = np.ones(batch, bool), self.player.rng
             self.player = self._new_player(batch)
             self.player.rng = rng  # two batches in a row are sampled differently
-        if reward is None and self.model.core and self.config.model.last_action_reward and not self._first.all():
+        if reward is None and self.model.recurrent and self.config.model.last_action_reward and not self._first.all():
             raise ConfigError("reward: this policy needs that of the last step, [B], where episodes go on")
         if (rewards := np.zeros(batch) if reward is None else on_host(reward)).shape != (batch,):
             raise ConfigError(f"reward: [{batch}] is needed, not {list(rewards.shape)}")

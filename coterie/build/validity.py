@@ -76,12 +76,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "must be 0 with several learners and allreduce, which learn alike: it reads each learner's own batches",
     ),
     Refusal(
-        lambda c, s: _learn_alike(c) and algorithm_class(c).running_advantage and c.algo.normalize_advantage,
-        "algo.normalize_advantage",
-        "must be False with vtrace, several learners and allreduce, which learn alike: vtrace divides by the running "
-        "deviation of each learner's own batches",
-    ),
-    Refusal(
         lambda c, s: bool(c.wire.bind) and (acting_kind(c).lockstep(c) or len(tasks(c.env.id)) > 1),
         "wire.bind",
         "needs decoupled or central acting, a single task, and no lockstep",

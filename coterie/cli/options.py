@@ -30,7 +30,7 @@ def words_of(args: list[str]) -> tuple[str, str, bool, dict[str, Any]]:
     """The preset or file that is named first, the file after --config, --trust, and the options by dotted field."""
     from coterie.runs.config_io import read_options
 
-    parser = Parser("coterie train", add_help=False, allow_abbrev=False)
+    parser = Parser("--config FILE", add_help=False, allow_abbrev=False)
     parser.add_argument("--config", default="")
     parser.add_argument("--trust", action="store_true")
     known, rest = parser.parse_known_args(args)

@@ -107,6 +107,16 @@ def test_a_policy_plays_in_other_envs_with_the_same_spaces(tmp_path, capsys, mon
     assert load(out)({"a": np.ones((1, 2)), "b": np.ones(1, int)}).shape == (1,)
 
 
+def test_a_network_with_memory_that_sees_rewards_is_not_called_without(tmp_path):
+    network = {"model.network": "tests.support.networks:Counter", "model.last_action_reward": True}
+    coterie.train(small_ppo(tmp_path / "run", steps=100, **network), quiet=True)
+    policy = load(tmp_path / "run")
+    policy(np.zeros((3, 4)))
+    with pytest.raises(ConfigError, match=r"^reward: this policy needs that of the last step"):
+        policy(np.zeros((3, 4)))
+    policy(np.zeros((3, 4)), reward=np.zeros(3))
+
+
 def test_a_recurrent_policy_outside_of_training_keeps_and_resets_its_state(tmp_path):
     out = tmp_path / "run"
     memory = {"model.core": "lstm", "model.core_size": 8, "model.last_action_reward": True}

@@ -121,7 +121,6 @@ AMBIGUOUS = [
     ("env.groups", "actors", {**DECOUPLED, "env.groups": 2, "env.num_envs": 6, "actors": 2}),
     ("env.groups", "lockstep", {**CENTRAL, "env.groups": 2}),
     ("algo.entropy_target", "each learner's own", {**ALIKE, "algo.entropy_target": 0.5, "algo.entropy_coef": 0.01}),
-    ("algo.normalize_advantage", "each learner's own", {**ALIKE, "algo.normalize_advantage": True}),
     ("algorithm", "between machines", {**RING, "algorithm": "dqn"}),
     ("allreduce.bind", "not 0.0.0.0", {**RING, "allreduce.bind": "0.0.0.0:8791"}),
     ("allreduce.connect", "a run either", {**RING, "allreduce.connect": "127.0.0.1:8791"}),

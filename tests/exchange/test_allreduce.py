@@ -99,6 +99,18 @@ def test_two_learners_of_four_envs_are_one_of_eight():
     first.close()
 
 
+def test_learners_that_divide_by_deviations_of_their_own_stay_equal():
+    changes = {"algorithm": "vtrace", "algo.normalize_advantage": True, "learners": 2}
+    board = Board(2)
+    one = LearnerProcess(resolve_config(config("allreduce", 4, 1, **changes)), 0, ProcessContext(0, board, None))
+    shared = memory(make_setup(one.params, RMSProp(0.9, 1e-3), peers=Peers(0, board)))
+    children = [start(train_one_of_two, rank, shared, board, config("allreduce", 4, 1, **changes)) for rank in (0, 1)]
+    first, second = (said[0][1] for said in collect(children))
+    assert np.array_equal(first["weights"], second["weights"])
+    assert not np.array_equal(first["weights"], one.params.data.numpy())
+    one.close()
+
+
 # --- the exchange alone ---
 
 
