@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from coterie.build.evaluate import Trial, evaluate, load
+from coterie.build.evaluate import Trial, evaluate
+from coterie.build.policy import load
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from coterie.acting.table import register_acting
     from coterie.algorithms.base import AlgorithmBase
     from coterie.algorithms.table import register_algorithm
-    from coterie.build.evaluate import Policy, evaluate_run, load
+    from coterie.build.policy import Policy, evaluate_run, load
     from coterie.config import Config
     from coterie.envs.backend import Backend, StepResults, declare
     from coterie.exchange.table import register_exchange
@@ -39,7 +39,7 @@ __all__ = [
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 _HOME = {
-    "build.evaluate": ("Policy", "evaluate_run", "load"),
+    "build.policy": ("Policy", "evaluate_run", "load"),
     "config": ("Config",),
     "types": ("ConfigError", "CoterieError"),
     "roles.callbacks": ("Callback", "Run"),

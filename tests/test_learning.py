@@ -19,7 +19,7 @@ from coterie import presets
 from coterie.acting.table import ACTING, acting_kind
 from coterie.algorithms.table import ALGORITHMS, algorithm_class
 from coterie.build import validity
-from coterie.build.evaluate import evaluate_run
+from coterie.build.policy import evaluate_run
 from coterie.build.resources import resolve_config
 from coterie.config import Config
 from coterie.envs.make import make_spec

@@ -28,10 +28,10 @@ from coterie.config import Model as ModelConfig
 from coterie.models.base import Model
 from coterie.models.build import Network
 from coterie.models.heads import init
-from coterie.models.mlp import compute_dtype
+from coterie.models.mlp import compute_dtype, scale_of
 from coterie.parallel.graphs import recordable
 from coterie.replay.transitions import Transitions
-from coterie.types import AgentOutput, Inputs, Obs, ObsSpec, Spec, entries
+from coterie.types import AgentOutput, Inputs, Obs, ObsSpec, Spec, entries, from_entries
 
 _LOG_STD = (-20.0, 2.0)  # the range of the paper's code
 _LOG_2PI = math.log(2 * math.pi)
@@ -89,14 +89,18 @@ class SACNetwork(Network):
         mean, log_std = self.policy(x.float()).chunk(2, -1)
         return torch.cat((mean, log_std.clamp(*_LOG_STD)), -1), torch.zeros_like(mean[..., :1])
 
+    def _normalized(self, obs: Obs) -> Obs:
+        scales = {key: scale for key, spec in self.spec.obs.items() if (scale := scale_of(spec)) != 1}
+        found = {key: x * scales[key] if key in scales else x for key, x in entries(super()._normalized(obs)).items()}
+        return from_entries(found)
+
     def features(self, obs: Obs) -> Tensor:
         """What the critics see of observations: normalized and flat, `[N, size]`."""
         return _flat(self._normalized(obs))
 
 
 def _flat(obs: Obs) -> Tensor:
-    flat = [x.flatten(1) for x in entries(obs).values()]
-    return torch.cat([x / 255 if x.dtype == torch.uint8 else x.float() for x in flat], -1)
+    return torch.cat([x.flatten(1).float() for x in entries(obs).values()], -1)
 
 
 def squashed(params: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from coterie.build.evaluate import WEIGHTS, weights_of
 from coterie.build.factory import make_model
+from coterie.build.policy import WEIGHTS, weights_of
 from coterie.config import Config
 from coterie.models.build import Network
 from coterie.models.heads import NoisyLinear, Normalizer

@@ -42,6 +42,8 @@ def train(options: Namespace, rest: list[str]) -> int:
     if options.checkpoint_on_warning:
         rest = [*rest, "--log.checkpoint-on-warning=True"]
     if options.print_config:
+        if options.seeds is not None or options.grid or options.jobs is not None:
+            raise ConfigError("--print-config: prints one run; leave out --seeds, --grid and --jobs")
         from coterie.runs.config_io import to_dict
 
         config = warned(rest, config_of(rest))
@@ -61,9 +63,8 @@ def train(options: Namespace, rest: list[str]) -> int:
         name = f"runs/{config.preset}-{file_name(config.env.id)}-%m%d-%H%M%S"
         config = replace(config, out=config.out or time.strftime(name))
         jobs = plan_runs(rest, config, seeds, points)
-        if options.grid:  # refuse impossible values before anything runs
-            for job in jobs[:: len(seeds)]:
-                possible(config_of(list(job.args)))
+        for job in jobs[:: len(seeds)]:  # refuse impossible values before anything runs
+            possible(config_of(list(job.args)))
         return run_jobs(jobs, at_once, config.out)
     if options.jobs is not None:
         raise ConfigError("--jobs: is for several runs; give --seeds or --grid, too")
@@ -96,7 +97,7 @@ def resume(options: Namespace) -> int:
 
 
 def evaluate(options: Namespace) -> int:
-    from coterie.build.evaluate import evaluate_run
+    from coterie.build.policy import evaluate_run
     from coterie.cli.ending import progress, scores
     from coterie.runs.metrics import clean
 

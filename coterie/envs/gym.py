@@ -175,7 +175,7 @@ class Instance:
         self.write(self.rows[0], obs, info, not terminated)
 
     def choice(self, row: int) -> Any:
-        return only(self.space, self.actions.nested(self.arrays["action"][row][None]))
+        return only(self.space, self.actions.nested(self.arrays["action"][row : row + 1].copy()))  # the env may keep it
 
     def write(self, row: int, obs: Any, info: Mapping[str, Any], goes_on: bool) -> None:
         """An observation, after `_outcome`. All actions are legal if not `goes_on`, or if truncated without a mask."""

@@ -23,7 +23,7 @@ from coterie.envs.answers import STEP, parts_of
 from coterie.envs.backend import Backend, Declared, StepResults, declare
 from coterie.envs.gym import is_gym_id, numbers, open_gym
 from coterie.envs.pool import has_env
-from coterie.envs.spaces import flatten, on_host
+from coterie.envs.spaces import flatten, leaf_of, on_host
 from coterie.plugins import label, named_env, prepare_import
 from coterie.types import MASK, Array, ConfigError, CoterieError, Obs, Spec, entries, from_entries, json_object, map_obs
 
@@ -79,14 +79,19 @@ def _no_vector(env_id: str) -> NoReturn:
     raise ConfigError(f"env.id {label(env_id)!r}: {what}")
 
 
-@lru_cache(maxsize=32)
 def together_declared(env: config.Env) -> Declared:
-    """What the envs take and give, found by making one of them. Refuses settings of envs that run apart."""
+    """What the envs take and give. Refuses settings of envs that run apart."""
     if env.backend != "vector" and ":" not in env.backend:
         raise ConfigError(f"env.backend: {env.backend!r} is not auto, pool, workers, vector or package.module:callable")
     for name, value in {"on_error": "fail", "action_repeat": 1, "decorrelate": 0}.items():
         if getattr(env, name) != value:
             raise ConfigError(f"env.{name}: must be {value}; env.backend {label(env.backend)} steps all envs together")
+    return _declared(config.Env(env.id, env.backend, kwargs=env.kwargs, max_episode_steps=env.max_episode_steps))
+
+
+@lru_cache(maxsize=32)
+def _declared(env: config.Env) -> Declared:
+    """The same, found by making one of them, once for each simulator."""
     made = make_together(env, [0])
     with suppress(Exception):  # it was of use
         made.close()
@@ -127,7 +132,7 @@ class VectorBackend(Backend):
             if MASK in (info or {}) or (self.spec.masked and self._mode is not AutoresetMode.NEXT_STEP):
                 raise ConfigError(f"env.id {self.spec.env_id!r}: {MASK} must be in the observation, with NEXT_STEP")
             obs = self._flat(given)
-            self.tensors = not all(isinstance(x, np.ndarray) for x in entries(obs).values())
+            self.tensors = not all(isinstance(_rows(leaf_of(given, f.path)), np.ndarray) for f in self.fields)
         self._answer = StepResults(obs, np.zeros(len(ids), np.float32), *np.zeros((3, len(ids)), bool))
 
     def step(self, ids: Array, actions: Any) -> None:

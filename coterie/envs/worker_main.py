@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from copy import deepcopy
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -75,7 +76,7 @@ class Worker:
 
     def _set_attributes(self, i: int) -> None:
         for name, value in self.setup["attributes"].items():
-            if not self.instances[i].env.set_wrapper_attr(name, value, force=False):
+            if not self.instances[i].env.set_wrapper_attr(name, deepcopy(value), force=False):
                 raise AttributeError(f"set_env: the env has no attribute {name!r}")
 
     def _go_on(self, i: int, reset: bool) -> None:

@@ -38,7 +38,7 @@ class Hogwild(Solo):
 
     def pull(self, params: FlatParams) -> None:
         """A snapshot of the shared weights, in which others may be writing."""
-        if self.turns is not None:
+        if self.turns is not None and self.shared.fd >= 0:  # not after `close`
             self.turns.begin()
         params.data.copy_(self.shared.data)
         self.staleness.snapshot()

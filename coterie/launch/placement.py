@@ -89,8 +89,9 @@ class Placement:
 
     def links(self, rank: int, rejoin: bool = False) -> ProcessContext:
         place = self.places[rank]
-        # A learner with `env.delay` sleeps, so it does not hold its core.
-        shared = place.gpu < 0 and self.places.count(place) > 1 and not self.config.env.delay and not self.actors
+        # A learner with `env.delay` sleeps, and one with actors or env hosts waits, so it does not hold its core.
+        waits = self.config.env.delay or acting_kind(self.config).has_children
+        shared = place.gpu < 0 and self.places.count(place) > 1 and not waits
         return replace(
             self.context,
             rank=rank,

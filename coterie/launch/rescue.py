@@ -35,9 +35,9 @@ class Rescue:
         return self.order is None or self.run.order != self.order or awake() > self.end
 
     def settle(self) -> None:
-        """Time is over: in lockstep the parts that are there hold everything."""
-        run = self.run
-        if run.order == self.order and run.saved and exchange_kind(run.config).in_lockstep:
+        """Time is over: in lockstep, and of shared weights, the parts that are there hold everything."""
+        run, kind = self.run, exchange_kind(self.run.config)
+        if run.order == self.order and run.saved and (kind.in_lockstep or kind.shared_weights):
             run.members &= run.saved.keys()
             run.poll()
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie.models.heads import init
+from coterie.types import ObsSpec
 
 
 def compute_dtype(weight: Tensor) -> torch.dtype:
@@ -51,18 +52,22 @@ class Tanh(nn.Module):
         return cast(Tensor, _Tanh.apply(x)) if x.requires_grad else _tanh(x)  # type: ignore[no-untyped-call]
 
 
-class MLPTorso(nn.Module):
-    """Layers of `hidden` over a flattened observation; bytes are divided by 255."""
+def scale_of(spec: ObsSpec) -> float:
+    """What a network multiplies an observation by: bytes become numbers up to 1, other types stay as they are."""
+    return 1 / max(1.0, min(255.0, spec.high)) if spec.dtype == "uint8" else 1.0
 
-    def __init__(self, shape: tuple[int, ...], hidden: Sequence[int], activation: str, uint8: bool) -> None:
+
+class MLPTorso(nn.Module):
+    """Layers of `hidden` over a flattened observation times `scale`."""
+
+    def __init__(self, shape: tuple[int, ...], hidden: Sequence[int], activation: str, scale: float = 1.0) -> None:
         super().__init__()
         size, modules = math.prod(shape), []
         for width in hidden:
             modules += [init(nn.Linear(size, width)), Tanh() if activation == "tanh" else nn.ReLU()]
             size = width
         self.layers = nn.Sequential(*modules)
-        self.scale = 1 / 255 if uint8 else 1.0
-        self.size = size
+        self.scale, self.size = scale, size
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.flatten(1)

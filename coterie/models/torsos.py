@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from coterie.config import Model as ModelConfig
 from coterie.models.heads import init
-from coterie.models.mlp import MLPPair, MLPTorso, compute_dtype
+from coterie.models.mlp import MLPPair, MLPTorso, compute_dtype, scale_of
 from coterie.models.text import TextTorso, uncompiled
 from coterie.plugins import call
 from coterie.types import ConfigError, ObsSpec
@@ -41,16 +41,18 @@ _SIDE = 4  # the stride of the first convolution of all but the ResNets
 
 
 class Frames(nn.Module):
-    """The first convolution over uint8 frames: the division by 255 is folded into its weights, not done per pixel."""
+    """The first convolution over uint8 frames times `scale`, which its weights are multiplied by, not each pixel."""
 
-    def __init__(self, in_channels: int, out_channels: int, kernel: int, stride: int, padding: int, hwc: bool) -> None:
+    def __init__(
+        self, channels: int, out: int, kernel: int, stride: int, padding: int, hwc: bool, scale: float = 1 / 255
+    ) -> None:
         super().__init__()
-        self.conv = init(nn.Conv2d(in_channels, out_channels, kernel, stride, padding))
-        self.hwc = hwc
+        self.conv = init(nn.Conv2d(channels, out, kernel, stride, padding))
+        self.hwc, self.scale = hwc, scale
         self.folds = (kernel, stride, padding) == (8, _SIDE, 0)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.conv.weight * (1 / 255)
+        weight = self.conv.weight * self.scale
         if self.folds and _foldable(x):
             return F.conv2d(*_folded(x, weight, self.hwc), self.conv.bias)
         if self.hwc:
@@ -103,7 +105,7 @@ class Torso(nn.Module):
         return self.layers(x)  # type: ignore[no-any-return]
 
 
-def _conv_torso(name: str, image: Image, hwc: bool) -> Torso:
+def _conv_torso(name: str, image: Image, hwc: bool, scale: float) -> Torso:
     """a3c, a3c-gae, gala, nature and nature-conv."""
     convolutions, width = _CONVS[name]
     channels, *sides = image
@@ -115,7 +117,7 @@ def _conv_torso(name: str, image: Image, hwc: bool) -> Torso:
         if layers:
             layers.append(init(nn.Conv2d(channels, out, kernel, stride, pad)))
         else:
-            layers.append(Frames(channels, out, kernel, stride, pad, hwc))
+            layers.append(Frames(channels, out, kernel, stride, pad, hwc, scale))
         layers.append(nn.ReLU(inplace=True))
         channels, sides = out, [(side + 2 * pad - kernel) // stride + 1 for side in sides]
     return Torso(layers, channels * math.prod(sides), width)
@@ -136,7 +138,7 @@ class Residual(nn.Module):
         return x + y
 
 
-def _resnet(name: str, image: Image, hwc: bool) -> Torso:
+def _resnet(name: str, image: Image, hwc: bool, scale: float) -> Torso:
     """IMPALA's deep net: stages of conv, max-pool and two residual blocks."""
     channels, *sides = image
     layers: list[nn.Module] = []
@@ -144,7 +146,7 @@ def _resnet(name: str, image: Image, hwc: bool) -> Torso:
         if layers:
             layers.append(init(nn.Conv2d(channels, out, 3, padding=1)))
         else:
-            layers.append(Frames(channels, out, 3, 1, 1, hwc))
+            layers.append(Frames(channels, out, 3, 1, 1, hwc, scale))
         layers += [nn.MaxPool2d(3, 2, padding=1), Residual(out), Residual(out)]
         channels, sides = out, [(side + 1) // 2 for side in sides]
     return Torso([*layers, nn.ReLU()], channels * math.prod(sides), 256)
@@ -218,13 +220,13 @@ def _one(spec: ObsSpec, config: ModelConfig) -> nn.Module:
     if name == "grid":
         return GridTorso(spec.shape, spec.codes)
     if name == "mlp":
-        return MLPTorso(spec.shape, config.hidden, config.activation, spec.dtype == "uint8")
+        return MLPTorso(spec.shape, config.hidden, config.activation, scale_of(spec))
     image, hwc = layout(spec.shape)
     if name in _RESNETS:
-        return _resnet(name, image, hwc)
+        return _resnet(name, image, hwc, scale_of(spec))
     if min(image[1:]) < _SMALLEST_CONV_IMAGE:
         raise ConfigError(f"model.torso: {name} needs images of {_SMALLEST_CONV_IMAGE} pixels; use mlp, impala or auto")
-    return _conv_torso(name, image, hwc)
+    return _conv_torso(name, image, hwc, scale_of(spec))
 
 
 def build_torso(obs: dict[str, ObsSpec], config: ModelConfig) -> nn.Module:

@@ -76,12 +76,11 @@ def end_with_parent(grace: bool) -> None:
     """Have the kernel end this process when the thread that started it has ended, on Linux: a thread of Python that
     watches the parent does not run while native code holds Python's lock (GIL). `grace`: it has twelve seconds to end.
     """
-    libc = _LIBC
-    if not hasattr(libc, "prctl"):
+    if not hasattr(_LIBC, "prctl"):
         return
     number = signal.SIGKILL
     if grace:
         number = signal.SIGUSR2  # which is 12; its handler is the C function `alarm`, called with that number
-        libc.signal(number, ctypes.cast(libc.alarm, ctypes.c_void_p))
+        _LIBC.signal(number, ctypes.cast(_LIBC.alarm, ctypes.c_void_p))
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    libc.prctl(_PR_SET_PDEATHSIG, number)
+    _LIBC.prctl(_PR_SET_PDEATHSIG, number)

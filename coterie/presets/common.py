@@ -14,6 +14,7 @@ from coterie.envs.gym import ALE
 from coterie.envs.make import make_spec
 from coterie.envs.pool import is_atari
 from coterie.envs.tasks import tasks
+from coterie.envs.vector import APART
 from coterie.plugins import NameOrObject
 from coterie.runs.config_io import of_numpy
 from coterie.runs.config_io import replace as override
@@ -96,6 +97,8 @@ def make(
     spec = known_spec.get() or make_spec(config.env, config.atari)
     config = replace(config, model=Model(normalize_obs=any(s.is_numeric for s in spec.obs.values())))
     changes = {"images": image, "vectors": vector, "continuous control": {**vector, **continuous}}[family(spec)]
+    if config.env.backend not in APART:  # a simulator of all envs begins them together
+        changes = {name: value for name, value in changes.items() if name != "env.decorrelate"}
     return whole_teams(override(override(config, {**common, **changes}), overrides), overrides)
 
 

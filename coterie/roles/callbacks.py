@@ -11,7 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-from coterie.build.evaluate import Policy, Scores
+from coterie.build.evaluate import Scores
+from coterie.build.policy import Policy
 from coterie.plugins import label, named, raised
 from coterie.roles.learner_process import LearnerProcess
 from coterie.runs import checkpoint

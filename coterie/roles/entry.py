@@ -227,11 +227,12 @@ class LearnerService:
     def execute_order(self) -> None:
         """Evaluate, if the order asks for it and this is the first learner; then save this learner's part."""
         number, what = self.board.order
-        self.done = number
+        self.done, learner = number, self.learner
+        if what & LAST and exchange_kind(learner.config).shared_weights:
+            learner.exchange.pull(learner.params)  # others have updated them since this learner's last step
         if what & EVALUATE and self.rank == 0:
             self._evaluate(number)
             self.board.evaluated[0] = number  # also where no message says so
-        learner = self.learner
         if name := learner.params.nonfinite(learner.params.data):
             raise CoterieError(f"the weights of {name} are not finite at learner step {learner.progress.learner_steps}")
         groups, draft = learner.tensors(), checkpoint.draft_path(self.root, f"order_{number}")

@@ -27,6 +27,7 @@ from coterie.envs.local import LocalBackend
 from coterie.envs.make import env_adapters, make_spec
 from coterie.envs.pool import PoolBackend, has_env
 from coterie.envs.spaces import leaf_of, leaf_spaces, random_actions
+from coterie.envs.tasks import tasks
 from coterie.envs.vector import APART, make_together
 from coterie.parallel.guard import StallGuard
 from coterie.plugins import NameOrObject, raised
@@ -72,6 +73,8 @@ def command(options: Namespace) -> int:
 
 def _check(env: Env, steps: int, render: bool, alive: Callable[[], None] = lambda: None) -> tuple[list[str], list[str]]:
     """What to fix, and what else is worth knowing. `alive` is called after each answer of the env."""
+    if len(tasks(env.id)) > 1:
+        raise ConfigError(f"ID: {env.id} is several tasks; check one at a time")
     spec, mend, edges = make_spec(env, Atari()), dict[str, str](), env_adapters(env, Atari())
     alive()
     together, pool = env.backend not in APART, has_env(env.id) and env.backend in ("auto", "pool")

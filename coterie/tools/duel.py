@@ -31,7 +31,7 @@ def frozen(folder: Path, name: str) -> Any:
     """The `Policy` of the run that `folder` is in, with the weights of this member of the pool."""
     from safetensors.torch import load_file
 
-    from coterie.build.evaluate import policy_of
+    from coterie.build.policy import policy_of
     from coterie.runs.trust import open_run
 
     if not (weights := folder / f"{name}.safetensors").exists():
@@ -40,13 +40,6 @@ def frozen(folder: Path, name: str) -> Any:
         raise ConfigError(f"the opponent {name} has left the pool of {folder.parent}{hint}")
     config = open_run(folder.parent, trust=True)  # the run that plays
     return policy_of(folder.parent, config, load_file(weights), int(name), weights)
-
-
-def _batched(obs: Any) -> Any:
-    """A nested observation as a batch of one."""
-    if isinstance(obs, dict):
-        return {key: _batched(x) for key, x in obs.items()}
-    return tuple(map(_batched, obs)) if isinstance(obs, tuple) else np.asarray(obs)[None]
 
 
 class Duel(gymnasium.Env[Any, Any]):
@@ -102,20 +95,19 @@ class Duel(gymnasium.Env[Any, Any]):
         reward = 0.0
         while not self._over and self.game.agent_selection == self.other:
             left = self.game.terminations[self.other] or self.game.truncations[self.other]
-            self.game.step(None if left else only(self.action_space, self._opponents_action()))
+            self.game.step(None if left else self._opponents_action())
             reward += self.game.rewards[self.me]
         return reward
 
     def _opponents_action(self) -> Any:
-        """A batch of one."""
         obs, legal = self.game.observe(self.other), None
         given = obs if isinstance(obs, dict) and MASK in obs else self.game.infos[self.other]
         if self.actions.spec.sizes and MASK in given:
-            legal = mask_row(given[MASK], self.action_space, sum(self.actions.spec.sizes))[None]
+            legal = mask_row(given[MASK], self.action_space, sum(self.actions.spec.sizes))
         if self.policy is not None:
-            return self.policy(_batched(obs), action_mask=legal, reward=np.zeros(1), sampled=True)
-        seen = None if legal is None else {MASK: legal}
-        return self.actions.nested(self.actions.to_env(random_actions(self.actions.spec, self.np_random, 1, seen)))
+            return self.policy.act(obs, action_mask=legal, reward=0.0, sampled=True)
+        drawn = random_actions(self.actions.spec, self.np_random, 1, None if legal is None else {MASK: legal[None]})
+        return only(self.action_space, self.actions.nested(self.actions.to_env(drawn)))
 
     def render(self) -> Any:
         return self.game.render()

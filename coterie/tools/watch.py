@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from coterie.build.evaluate import Player, load
+from coterie.build.evaluate import Player
+from coterie.build.policy import load
 from coterie.envs.make import make_rendered
 from coterie.envs.tasks import evaluation_env, task_config, tasks
 from coterie.extras import needs
@@ -32,7 +33,7 @@ def watch(
     with needs("watch", "video"):
         import imageio
     policy = load(folder, learner, trust=trust, **new)
-    path = Path(out) if out else Path(folder) / "watch.mp4"
+    path = Path(out) if out else policy.folder / "watch.mp4"
     draft = path.parent / f".{path.name}"
     if path.is_dir():
         raise ConfigError(f"--out: {path} is a folder")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -113,8 +113,9 @@ def test_the_noise_of_a_team_is_that_of_one_thread() -> None:
 
 
 def test_bytes_are_scaled_as_in_every_network() -> None:
-    model = make_model(make_config(algorithm="sac", **SMALL), SPEC)  # type: ignore[arg-type]
-    assert torch.equal(model.features(torch.full((2, 3), 51, dtype=torch.uint8)), torch.full((2, 3), 0.2))
+    spec = replace(SPEC, obs={"": ObsSpec((3,), "uint8", 0, 255)})
+    model = make_model(make_config(algorithm="sac", **SMALL), spec)  # type: ignore[arg-type]
+    torch.testing.assert_close(model.features(torch.full((2, 3), 51, dtype=torch.uint8)), torch.full((2, 3), 0.2))
 
 
 def test_a_copy_for_acting_in_bf16_has_nearly_the_same_policy() -> None:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import re
 from functools import partial
+from typing import Any
 
 import gymnasium
 import imageio
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.spaces import Box, Dict, Discrete
 from imageio.plugins.ffmpeg import FfmpegFormat
 
 import coterie
-from coterie.build.evaluate import Trial, evaluate, evaluate_run, load
+from coterie.build.evaluate import Trial, evaluate
+from coterie.build.policy import evaluate_run, load
 from coterie.cli.main import main
 from coterie.envs.spaces import obs_fields
 from coterie.tools.watch import watch
@@ -96,7 +99,7 @@ def test_a_policy_plays_in_other_envs_with_the_same_spaces(tmp_path, capsys, mon
     monkeypatch.setattr(Scaled, "step", lambda self, action: int("x"))
     with pytest.raises(CoterieError, match=r"^the episode of .*Scaled: ValueError: invalid literal .* \(.*, line"):
         watch(out)
-    with pytest.raises(ConfigError, match=r"give each array a first axis: np.asarray\(x\)\[None\]"):
+    with pytest.raises(ConfigError, match=r"for one env use policy\.act"):
         load(out)({"a": np.zeros(2), "b": 1})
     with pytest.raises(ConfigError, match=r"^obs: a dict with keys a, b is needed, not an array$"):
         load(out)(np.zeros((1, 2)))
@@ -105,6 +108,26 @@ def test_a_policy_plays_in_other_envs_with_the_same_spaces(tmp_path, capsys, mon
     with pytest.raises(ConfigError, match=r"^obs\['a'\] has numbers that its space's int8 cannot hold: 0.5 to 0.5$"):
         load(out)({"a": np.full((1, 2), 0.5), "b": np.ones(1, int)})
     assert load(out)({"a": np.ones((1, 2)), "b": np.ones(1, int)}).shape == (1,)
+
+
+class Nested(gymnasium.Env[Any, Any]):
+    """Observations and actions that are no arrays."""
+
+    observation_space = spaces.Dict(a=spaces.Discrete(3), b=spaces.Tuple((spaces.Box(-1, 1, (2,)), spaces.Discrete(2))))
+    action_space = spaces.Tuple((spaces.Discrete(3), spaces.Box(0, 2, (2,))))
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return {"a": 1, "b": (np.zeros(2, np.float32), 0)}, {}
+
+    def step(self, action: Any) -> Any:
+        return self.reset()[0], float(self.action_space.contains(action)), True, False, {}
+
+
+def test_a_policy_acts_for_one_env_in_the_form_of_its_spaces(tmp_path):
+    coterie.train(small_ppo(tmp_path / "run", steps=100, **{"env.id": f"{__name__}:Nested"}), quiet=True)
+    policy, env = load(tmp_path / "run"), Nested()
+    assert env.action_space.contains(policy.act(env.reset()[0], sampled=True))
+    assert evaluate_run(tmp_path / "run", episodes=3)["mean_return"] == 1
 
 
 def test_a_network_with_memory_that_sees_rewards_is_not_called_without(tmp_path):
@@ -123,7 +146,7 @@ def test_a_recurrent_policy_outside_of_training_keeps_and_resets_its_state(tmp_p
     coterie.train(small_ppo(out, steps=100, **memory), quiet=True)
     policy = load(out, 0)
     obs, last = torch.randn(3, 4).numpy(), {"reward": np.zeros(3)}
-    with pytest.raises(ConfigError, match=r"^obs: \[B, 4\] is needed, not \[4\]; for one env give obs\[None\]$"):
+    with pytest.raises(ConfigError, match=r"^obs: \[B, 4\] is needed, not \[4\]; for one env use policy\.act$"):
         policy(obs[0])
     with pytest.raises(ConfigError, match=r"^obs: \[B, 4\] is needed, not \[3, 3\]$"):
         policy(obs[:, :3])

@@ -111,6 +111,7 @@ def test_a_printed_config_is_whole_and_says_what_each_field_is(write, capsys):
         config_of(["dqn", "--config", "my.toml"])
     if not torch.cuda.is_available():
         assert main(["train", *args, "--device", "cuda", "--print-config"]) == 2
+        assert main(["train", *args, "--seeds", "0..1", "--print-config"]) == 2
         assert "device: cuda is not available here" in capsys.readouterr().err
 
 

@@ -55,6 +55,28 @@ class Odd(gymnasium.Env):
         return self.obs, self.reward, False, False, {}
 
 
+class Remembers(gymnasium.Env):
+    """Its reward is the distance of an action from the last one, which it keeps and does not copy."""
+
+    observation_space = action_space = BOX
+
+    def reset(self, *, seed=None, options=None):
+        self.last = np.zeros(3)
+        return FINE, {}
+
+    def step(self, action):
+        reward, self.last = np.abs(action - self.last).sum(), action
+        return FINE, float(reward), False, False, {}
+
+
+@pytest.mark.parametrize("backend", ["workers", "auto"])
+def test_an_action_that_an_env_keeps_stays_as_it_was(backend):
+    with make("tests.envs.test_answers:Remembers", 3, backend=backend) as envs:
+        seen = play(envs, 6)
+    before = np.concatenate([np.zeros((1, 3, 3)), seen.action[:-1]])
+    np.testing.assert_allclose(seen.reward[1:], np.abs(seen.action - before).sum(-1), atol=1e-5)
+
+
 class Old(gymnasium.Env):
     """As envs were before gymnasium 0.26, in `reset` or in `step`."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from coterie.build.evaluate import evaluate_run, load
+from coterie.build.policy import evaluate_run, load
 from coterie.build.resources import resolve_config
 from coterie.launch.session import resume, train
 from coterie.roles.learner_process import LearnerProcess

@@ -258,3 +258,14 @@ def test_learners_that_only_fill_their_replays_agree_on_orders_and_the_end(tmp_p
     assert summary["learner_steps"] == 0
     scored = [line["env_steps"] for line in read_metrics(out) if "eval/return" in line]
     assert len(scored) == len(set(scored)) >= 1
+
+
+@pytest.mark.parametrize("exchange", ["hogwild", "store"])
+def test_every_part_of_the_last_checkpoint_has_the_newest_shared_weights(tmp_path, exchange):
+    """Learner 0 is through first, since the other's envs are slow."""
+    slow_one = {"env.delay": 0.1, "env.delay_learner": 1, "eval.every": 0, "optim.schedule.kind": "constant"}
+    assert main(inline_options(tmp_path / "run", exchange, **slow_one)) == 0
+    tensors, state = last_checkpoint(tmp_path / "run")
+    assert all(row["learner_steps"] > 0 for row in state["learners"])
+    first, second = (parameters(tensors, rank) for rank in (0, 1))
+    assert all(torch.equal(first[name], second[name]) for name in first)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -59,8 +61,10 @@ def test_parts_of_two_steps_are_not_one_checkpoint(run: Coordinator) -> None:
     assert run.board.sealed == first + 1
 
 
-def test_a_rescue_whose_time_is_over_takes_what_is_there(run: Coordinator) -> None:
-    """In lockstep the part of one learner holds everything."""
+@pytest.mark.parametrize("exchange", ["allreduce", "hogwild", "store"])
+def test_a_rescue_whose_time_is_over_takes_what_is_there(run: Coordinator, exchange: Any) -> None:
+    """In lockstep, and of shared weights, the part of one learner holds everything."""
+    run.config = dataclasses.replace(run.config, exchange=exchange)
     rescue = Rescue(run, "learner 2 was killed")
     rescue.lose(2, None)
     save(run, {1: 0})

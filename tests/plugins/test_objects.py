@@ -156,7 +156,7 @@ class Mine(PPO):
         return super().batches(*args)
 def torso(obs, config):
     pathlib.Path(f"torso-{os.getpid()}").touch()
-    return MLPTorso((5,), (8,), "tanh", False)
+    return MLPTorso((5,), (8,), "tanh")
 """
 
 

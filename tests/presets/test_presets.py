@@ -71,6 +71,11 @@ def test_two_ppo_learners_that_gossip_make_as_many_updates_as_one(env):
     assert halves == (one.env.num_envs, one.ppo.minibatch_size, one.ppo.batch_size)
 
 
+def test_an_image_env_that_steps_all_envs_together_takes_no_random_steps_first():
+    config = presets.ppo(env="tests.support.vectors:images", **{"env.backend": "vector"})
+    assert (config.env.decorrelate, presets.ppo(env="Pong-v5").env.decorrelate) == (0, 200)
+
+
 @pytest.mark.parametrize(
     ("preset", "env", "kwargs", "expected"),
     [

@@ -10,7 +10,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
-from coterie.envs.testing import CountingEnv, Mission
+from coterie.envs.testing import Catch, CountingEnv, Mission
 from tests.support.masked import Masked
 from tests.support.telling import TellingEnv
 
@@ -122,3 +122,7 @@ def masked(num_envs: int, mode: str = "NextStep", where: str = "obs") -> Any:
 def telling(num_envs: int, mode: str) -> SyncVectorEnv:
     """Envs that have numbers in their info."""
     return SyncVectorEnv([lambda: TellingEnv(odd=False)] * num_envs, autoreset_mode=AutoresetMode(mode))
+
+
+def images(num_envs: int) -> SyncVectorEnv:
+    return SyncVectorEnv([lambda: Catch(image=True, scale=8)] * num_envs)

@@ -16,8 +16,8 @@ from gymnasium import spaces
 
 import coterie
 from coterie import presets
-from coterie.build.evaluate import Policy
 from coterie.build.factory import make_model
+from coterie.build.policy import Policy
 from coterie.build.resources import make_spec, resolve_config
 from coterie.envs.gym import describe, layout, make_instance
 from coterie.envs.spaces import random_actions

@@ -19,7 +19,8 @@ import pytest
 from coterie.cli.main import main
 from coterie.config import Config
 from coterie.runs import checkpoint, starting
-from coterie.tools.sweep import Job, parse_grid, parse_seeds, plan_runs, progress, run_jobs
+from coterie.tools.job import Job
+from coterie.tools.sweep import parse_grid, parse_seeds, plan_runs, progress, run_jobs
 from coterie.types import ConfigError
 from tests.conftest import made_by
 from tests.support.commands import Command
@@ -139,9 +140,13 @@ def test_a_sweep_without_a_folder_says_how_it_continues(tmp_path, monkeypatch, c
     job.folder.parent.mkdir(parents=True, exist_ok=True)
     monkeypatch.setattr(Job, "_command", lambda self, resumed: ["true"])
     job.start([0]).wait()
+    job.folder.mkdir()
     before = (note := job.beside(".args.json")).stat().st_mtime_ns
-    job.start([0]).wait()
+    for _ in range(2):
+        (job.folder / "config.json").write_text("{}")
+        job.start([0]).wait()
     assert note.stat().st_mtime_ns == before
+    (job.folder / "config.json").write_text("{}")
     note.write_text(json.dumps(["--out", "elsewhere", *job.args]))  # of an earlier version
     assert job._begun()
 
@@ -193,6 +198,8 @@ def test_a_sweep_with_another_config_file_is_another_sweep(tmp_path, monkeypatch
         file.write_text("steps = 500")
         job = Job("a", words, tmp_path / f"run{len(words)}")
         assert run_jobs([job], 1) == 0
+        job.folder.mkdir()
+        (job.folder / "config.json").write_text("{}")
         assert not job.done()  # nothing was trained
         file.write_text("steps = 900")
         with pytest.raises(ConfigError, match=r"was begun with a different config file \([^{]*\); name"):

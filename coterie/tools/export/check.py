@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.build.evaluate import Policy
+from coterie.build.policy import Policy
 from coterie.envs.make import make_envs
 from coterie.envs.spaces import ActionMap, random_actions
 from coterie.envs.tasks import task_config, tasks

@@ -8,7 +8,7 @@ from argparse import Namespace
 from pathlib import Path
 from shlex import quote
 
-from coterie.build.evaluate import load
+from coterie.build.policy import load
 from coterie.extras import missing
 from coterie.runs.files import save
 from coterie.tools.export.check import TOLERANCE, check
@@ -31,7 +31,7 @@ def export(options: Namespace) -> int:
     onnx = to_onnx(graph)
     checked = check(policy, graph, onnx)
     about = json.dumps(describe(policy, graph, checked, options.learner), indent=1) + "\n"
-    folder = Path(options.out) if options.out else Path(options.run) / "export"
+    folder = Path(options.out) if options.out else policy.folder / "export"
     for name, data in {**static, "policy.json": about.encode(), "policy.onnx": onnx}.items():
         save(folder / name, data, "--out")
     inputs, outputs = (", ".join(port.name for port in ports) for ports in (graph.inputs, graph.outputs))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from coterie import __version__
-from coterie.build.evaluate import Policy
+from coterie.build.policy import Policy
 from coterie.envs.pool import has_env, is_atari
 from coterie.envs.spaces import ActionMap
 from coterie.envs.tasks import task_config, tasks

@@ -69,6 +69,8 @@ def plan(config: Config, asked: argparse.Namespace) -> int:
 def _hardware(asked: argparse.Namespace) -> Hardware:
     cores = len(available_cores()) if asked.cores is None else asked.cores
     given = {name: getattr(asked, name) for name in _LEAST if getattr(asked, name) is not None}
+    if "host_cores" in given and not given.get("hosts"):
+        raise ConfigError("--host-cores: is for --hosts")
     given = {"cores": cores, "host_cores": cores, **given}
     for name, value in given.items():
         option = f"--{name.replace('_', '-')}"

@@ -40,6 +40,8 @@ def replay(options: Namespace) -> int:
     begin, found = time.monotonic(), list[ReplayResult]()
     edits = read_options([f"--{edit}" for edit in options.edit])
     at, call = options.break_at, debug
+    if options.out and options.export_step is None:
+        raise ConfigError("--out: is for --export-step")
     if options.export_step is not None:
         if at is not None:
             raise ConfigError("--export-step: --break-at cannot be given, too")

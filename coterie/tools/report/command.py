@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from pathlib import Path
 
 from coterie.runs.files import save
 from coterie.tools.report.dashboard import serve
-from coterie.tools.report.page import of_runs
+from coterie.tools.report.page import LARGEST_VIDEO, of_runs
 from coterie.tools.report.runs import find_runs
 from coterie.types import ConfigError
 
@@ -21,7 +22,9 @@ def report(options: Namespace) -> int:
     if options.video:
         from coterie.tools.watch import watch
 
-        watch(run.folder, trust=options.trust)
+        path, *_ = watch(run.folder, trust=options.trust)
+        if path.stat().st_size > LARGEST_VIDEO:
+            print(f"coterie: {path} has more than {LARGEST_VIDEO >> 20} MiB: the page is without it", file=sys.stderr)
     out = Path(options.out) if options.out else run.folder / "report.html"
     print(save(out, of_runs(runs, run.title).html(), "--out"))
     return 0

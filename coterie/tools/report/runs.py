@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from coterie.envs.tasks import tasks
+from coterie.plugins import label
 from coterie.presets.common import flat
 from coterie.runs.files import read_json, was_killed
 from coterie.runs.metrics import read_metrics
@@ -62,8 +63,8 @@ class RecordedRun:
     @property
     def finished(self) -> bool:
         """True also if it was killed between its last env step and its summary."""
-        whole = self.lines[-1]["env_steps"] >= self.config.get("steps", math.inf) if self.lines else False
-        return self.summary.get("status") == "finished" or whole
+        reached = max((line["env_steps"] for line in self.lines), default=0)
+        return self.summary.get("status") == "finished" or reached >= self.config.get("steps", math.inf)
 
     def series(self, y: str, x: str = "env_steps") -> tuple[Array, Array]:
         """The lines that have both, by increasing x: `[N]` and `[N]`."""
@@ -81,6 +82,7 @@ def read_run(folder: str | Path) -> RecordedRun:
     folder = Path(folder)
     try:
         config = flat(json.loads((folder / "config.json").read_text()))
+        config = {name: label(x) if isinstance(x, str) else x for name, x in config.items()}
     except (OSError, ValueError, AttributeError):  # the last: it holds no object
         raise ConfigError(f"{folder}: not a run folder (no readable config.json)") from None
     return RecordedRun(folder, config, read_metrics(folder), *(read_json(folder / name, dict) or {} for name in _MORE))

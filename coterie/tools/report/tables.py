@@ -34,7 +34,8 @@ def outcomes(methods: Sequence[Method]) -> Table:
     rows = []
     for method in methods:
         for run in method.runs:
-            last = {**(run.lines[-1] if run.lines else {}), **run.summary}
+            timed = [line for line in run.lines if "env_steps_per_s" in line]  # not evaluations, of earlier steps
+            last = {**(timed or run.lines or [{}])[-1], **run.summary}
             evals = run.series("eval/return")[1]
             energy = (run.summary.get("energy") or {}).get("frames_per_kj")
             counts = [number(last.get(name)) for name in ("env_steps", "seconds", "env_steps_per_s")]

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from coterie.runs import checkpoint
 from coterie.runs.metrics import file_name
+from coterie.tools.job import Job
 from coterie.tools.report.runs import read_run
 from coterie.tools.reproduce.figure import Arm, ArmResult, Figure, Size
 from coterie.tools.reproduce.measures import begins, order, rate
-from coterie.tools.sweep import Job, run_jobs
+from coterie.tools.sweep import run_jobs
 from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
 
 

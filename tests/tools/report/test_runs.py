@@ -103,6 +103,23 @@ def test_a_run_whose_process_is_gone_is_not_running(tmp_path):
     assert [row[4] for row in outcomes(methods(find_runs([str(tmp_path)]))).rows] == ["killed", "running"]
 
 
+def test_an_evaluation_of_earlier_env_steps_is_not_where_a_run_is(tmp_path):
+    record(tmp_path / "a", "ppo", steps=100)
+    (tmp_path / "a" / "summary.json").unlink()
+    lines = [{"env_steps": 100, "seconds": 2.0, "env_steps_per_s": 50.0}, {"env_steps": 60, "seconds": 1.0}]
+    (tmp_path / "a" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = read_run(tmp_path / "a")
+    assert run.finished
+    assert outcomes(methods([run])).rows[0][5:8] == ["100", "2", "50"]
+
+
+def test_the_same_class_from_two_sessions_is_one_method(tmp_path):
+    for k, token in enumerate(("k3j2x9ab", "z8y7w6cd")):
+        record(tmp_path / f"a{k}", "ppo", seed=k, model__torso=f"pickle:Mine.5f3e1a2b@{token}")
+    found = methods(find_runs([str(tmp_path)]))
+    assert [(m.label, len(m.runs), m.runs[0].config["model.torso"]) for m in found] == [("ppo", 2, "Mine")]
+
+
 def test_envs_without_human_scores_have_no_common_scale(tmp_path):
     record(tmp_path / "c", "ppo", env="CartPole-v1", level=500)
     record(tmp_path / "l", "ppo", env="LunarLander-v3", level=200)
