@@ -156,7 +156,7 @@ class PPO:
 class VTrace:
     """V-trace."""
 
-    correction: Correction = "vtrace"  # off-policy correction (IMPALA, Table 2; one-step there: pg_rho_bar 0)
+    correction: Correction = "vtrace"  # off-policy correction (IMPALA, Table 2); its one-step has pg_rho_bar 0
     rho_bar: NaturalFloat = 1.0  # clip of the importance weight of a TD error, at least c_bar; 0: no clip (here, below)
     c_bar: NaturalFloat = 1.0  # clip of the trace coefficient
     pg_rho_bar: NaturalFloat = 1.0  # clip of the importance weight of the policy gradient

@@ -62,7 +62,8 @@ class Inline(Acting):
 
     def rollouts(self, refresh: Callable[[], None]) -> Iterator[Rollout]:
         seen = [self.envs.recv(g) for g in range(len(self.envs.groups))]
-        last = self.recorder.last()
+        action, reward = self.recorder.last()
+        last = action.zero_(), reward.zero_()
         while True:
             self.recorder = self.next_recorder()
             self.recorder.begin(self.states, last)

@@ -17,7 +17,7 @@ from coterie.build.resources import plain_torch, resolve_config
 from coterie.build.validity import check_spec
 from coterie.config import Config
 from coterie.envs.answers import check_held
-from coterie.envs.gym import only
+from coterie.envs.gym import mask_row, only
 from coterie.envs.make import env_adapters
 from coterie.envs.spaces import flatten, on_host
 from coterie.models.build import Network
@@ -110,15 +110,17 @@ class Policy:
         self, obs: Any, *, reward: float | None = None, action_mask: ArrayLike | None = None, sampled: bool = False
     ) -> Any:
         """The action for the observation of a single env, both as its spaces have them, without a batch axis."""
-        last, legal = (None if x is None else np.asarray(x)[None] for x in (reward, action_mask))
-        return only(self.actions.space, self(batched(obs), reward=last, action_mask=legal, sampled=sampled))
+        rewards, legal = None if reward is None else on_host(reward)[None], None
+        if action_mask is not None:
+            legal = mask_row(action_mask, self.actions.space, sum(self.actions.spec.sizes))[None]
+        return only(self.actions.space, self(batched(obs), reward=rewards, action_mask=legal, sampled=sampled))
 
 
 def batched(obs: Any) -> Any:
     """A nested observation as a batch of one."""
     if isinstance(obs, dict):
         return {key: batched(x) for key, x in obs.items()}
-    return tuple(map(batched, obs)) if isinstance(obs, tuple) else np.asarray(obs)[None]
+    return tuple(map(batched, obs)) if isinstance(obs, tuple) else on_host(obs)[None]
 
 
 @plain_torch()

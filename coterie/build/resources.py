@@ -77,7 +77,8 @@ def resolve_resources(config: Config, spec: Spec, gpu: int = 0, cores: int = 0) 
     )
     device = torch.device(f"cuda:{gpu}" if cuda else "cpu")
     image = any(s.is_image for s in spec.obs.values())
-    bf16 = config.precision == "bf16" or (config.precision == "auto" and image and bf16_pays(device.type))
+    measured = config.precision == "auto" and image and not config.model.network  # which has the heads, too
+    bf16 = config.precision == "bf16" or (measured and bf16_pays(device.type))
     cores = cores or len(available_cores())
     # On a CPU the operators of image networks take far longer than their calls.
     acting, training = _recordable(config, spec) if config.graphs and (cuda or not image) else (False, False)

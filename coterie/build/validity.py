@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -17,6 +18,7 @@ from coterie.envs.make import make_spec
 from coterie.envs.tasks import envs_per_child, tasks
 from coterie.exchange.table import EXCHANGES, exchange_kind
 from coterie.models.heads import NoisyLinear
+from coterie.models.mlp import scale_of
 from coterie.models.torsos import FOR_IMAGES
 from coterie.models.tryout import try_out
 from coterie.plugins import FIELDS, check_own, in_one_line, label
@@ -179,7 +181,9 @@ def check_spec(folder: Path, config: Config) -> Spec:
     """The env's spec; refuses a run whose env, whatever its name, gives or takes something else than it did."""
     spec, path = make_spec(config.env, config.atari), folder / "spec.json"
     try:
-        saved = Spec.from_json(json.loads(path.read_text()))
+        saved = Spec.from_json(data := json.loads(path.read_text()))
+        high = data.get("high", {})  # of bytes, by which the network divides them
+        saved = replace(saved, obs={k: replace(x, high=high.get(k, 255.0)) for k, x in saved.obs.items()})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CoterieError(f"{path} cannot be read: {reason_of(error)}") from None
     if found := "; ".join(_differences(saved, spec)):
@@ -200,7 +204,8 @@ def _differences(saved: Spec, now: Spec) -> Iterator[str]:
 def _array(obs: ObsSpec | None) -> str:
     if obs is None:
         return "absent"
-    return f"{obs.dtype} {obs.shape}{' of text' * obs.text}{f' of codes {obs.codes}' if obs.codes else ''}"
+    bound = f" up to {1 / scale:g}" if (scale := scale_of(obs)) not in (1, 1 / 255) else ""
+    return f"{obs.dtype} {obs.shape}{bound}{' of text' * obs.text}{f' of codes {obs.codes}' if obs.codes else ''}"
 
 
 def _choices(action: ActionSpec) -> str:

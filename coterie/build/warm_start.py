@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ def first_model(config: Config, spec: Spec) -> Network:
     """A learner's network, with the weights of `init_from`. What goes on from a checkpoint has that empty."""
     model = make_model(config, spec)
     if config.init_from:
-        begin_from(Path(config.init_from), model)
+        begin_from(Path(config.init_from), model, given=() if config.sac.learn_alpha else ("log_alpha",))
     return model
 
 
@@ -43,10 +44,10 @@ def source_of(folder: Path) -> Path:
     return path.absolute()
 
 
-def begin_from(folder: Path, model: Network, elsewhere: bool = False) -> str:
+def begin_from(folder: Path, model: Network, elsewhere: bool = False, given: Collection[str] = ()) -> str:
     """Give a new network the weights and normalizers of a run or checkpoint; returns a line about it. Heads for other
-    actions stay new. `elsewhere`: actors make the network, too, and receive only what is trained. Raises a
-    `ConfigError` if there is no checkpoint, or another network.
+    actions stay new. `elsewhere`: actors make the network, too, and receive only what is trained. `given`: what
+    settings say. Raises a `ConfigError` if there is no checkpoint, or another network.
     """
     path = source_of(folder)
     there, mine = weights_of(checkpoint.load(path, ends=WEIGHTS)[0], "0"), model.state_dict()
@@ -65,6 +66,6 @@ def begin_from(folder: Path, model: Network, elsewhere: bool = False) -> str:
     kept = sorted(k for k in mine.keys() - trained if not k.startswith(sent))
     if frozen := [k for k in kept if elsewhere and not torch.equal(mine[k], there[k])]:
         raise ConfigError(f"init_from: {frozen[0]} is not trained; actors make it by the seed: use that of {folder}")
-    model.load_state_dict({k: x if k in other else there[k] for k, x in mine.items()})
+    model.load_state_dict({k: x if k in other or k in given else there[k] for k, x in mine.items()})
     fresh = [k for k in other if k in mine]
     return f"begins with the weights of {path}" + (f"; new: {', '.join(fresh)}" if fresh else "")

@@ -132,7 +132,9 @@ class VectorBackend(Backend):
             if MASK in (info or {}) or (self.spec.masked and self._mode is not AutoresetMode.NEXT_STEP):
                 raise ConfigError(f"env.id {self.spec.env_id!r}: {MASK} must be in the observation, with NEXT_STEP")
             obs = self._flat(given)
-            self.tensors = not all(isinstance(_rows(leaf_of(given, f.path)), np.ndarray) for f in self.fields)
+            own = [_rows(leaf_of(given, f.path)) for f in self.fields]  # not yet converted on the host
+            self.device = next((x.device for x in own if not isinstance(x, np.ndarray)), None)
+            self.tensors = self.device is not None
         self._answer = StepResults(obs, np.zeros(len(ids), np.float32), *np.zeros((3, len(ids)), bool))
 
     def step(self, ids: Array, actions: Any) -> None:
@@ -251,6 +253,9 @@ def check_results(spec: Spec, batch: StepResults, n: int) -> None:
             raise ConfigError(f"{what} {name} has shape {shape}, not {(n, *row)}")
         if "int" in dtype and "float" in str(x.dtype):
             raise ConfigError(f"{what} {name} has type {x.dtype}, but its space has {dtype}")
+    for key, s in spec.obs.items():
+        if s.codes and (on_host(obs[key]) >= s.codes).any():
+            raise ConfigError(f"{what} {key!r} has no codes of MiniGrid's objects: give it an id of another kind")
 
 
 def action_adapter(backend: Backend, first: StepResults) -> Callable[[Any], Any]:
@@ -260,7 +265,8 @@ def action_adapter(backend: Backend, first: StepResults) -> Callable[[Any], Any]
         return lambda a: actions.to_env(on_host(a))
     import torch
 
-    device = next((x.device for x in obs.values() if isinstance(x, torch.Tensor)), "cpu")
+    seen = next((x.device for x in obs.values() if isinstance(x, torch.Tensor)), "cpu")
+    device = getattr(backend, "device", None) or seen
     constants = ((k, getattr(actions, k)) for k in ("offset", "scale", "low", "high"))
     there: Any = {k: torch.as_tensor(x, device=device) for k, x in constants if x is not None}
     return lambda a: replace(actions, **there).to_env(torch.as_tensor(a, device=device))

@@ -233,7 +233,8 @@ def _prepare(
         unsigned = sign(folder, config)
         save_config(folder / "config.json", config)  # a later resume goes on towards the same total
         if new:
-            write_whole(folder / "spec.json", json.dumps(spec.to_json(), indent=1) + "\n")
+            written = spec.to_json() | {"high": {k: x.high for k, x in spec.obs.items() if x.dtype == "uint8"}}
+            write_whole(folder / "spec.json", json.dumps(written, indent=1) + "\n")
             write_whole(folder / "machine.json", json.dumps(describe(), indent=1) + "\n")
         forget_from(folder, life_number)
         (folder / "summary.json").unlink(missing_ok=True)  # of the run before it was resumed

@@ -120,23 +120,28 @@ class Network(nn.Module):
 
     def _forward(self, inputs: Inputs, obs: Obs, core_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Torso, core and heads: parameters `[N, ..]` and values `[N, 1]`."""
-        axes = inputs.is_first.shape
         x = self.torso(obs)
+        v = None if self.value_torso is None else self.value_torso(obs)
+        if torch.is_autocast_enabled(x.device.type):
+            with torch.autocast(x.device.type, enabled=False):
+                return self._behind(x, v, inputs, core_state)
+        return self._behind(x, v, inputs, core_state)
+
+    def _behind(
+        self, x: Tensor, v: Tensor | None, inputs: Inputs, core_state: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Core and heads, in float32."""
+        axes = inputs.is_first.shape
         if self.core is not None:
             assert core_state is not None
             if self.config.last_action_reward:
                 x = torch.cat((x.float(), self._last(inputs).flatten(0, len(axes) - 1)), -1)
             time = axes if len(axes) == 2 else (1, *axes)
-            x, core_state = self.core(x.float().unflatten(0, time), inputs.is_first.reshape(time), core_state)
+            x, core_state = self.core(x.float().reshape(*time, x.shape[-1]), inputs.is_first.reshape(time), core_state)
             x = x.flatten(0, 1)
         if self.paired:
             x, v = x.unbind(0)
-        else:
-            v = x if self.value_torso is None else self.value_torso(obs)
-        if torch.is_autocast_enabled(x.device.type):
-            with torch.autocast(x.device.type, enabled=False):
-                return *self._heads(x, v), core_state
-        return *self._heads(x, v), core_state
+        return *self._heads(x, x if v is None else v), core_state
 
     def _custom(self, inputs: Inputs, obs: Obs, core_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """The user's network, on rows `[N]`, or with a memory on `[T, B]`."""

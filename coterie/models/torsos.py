@@ -200,7 +200,8 @@ class DictTorso(nn.Module):
 
 def layout(shape: tuple[int, ...]) -> tuple[Image, bool]:
     """Channels, height and width of an image's shape, and whether it has channels last, as gymnasium's do."""
-    hwc = shape[-1] < shape[0]
+    square_last = shape[1] == shape[2] != shape[0]  # [C, H, W] with more channels than rows
+    hwc = shape[-1] < shape[0] and not square_last
     return ((shape[2], shape[0], shape[1]) if hwc else (shape[0], shape[1], shape[2])), hwc
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
@@ -27,6 +28,8 @@ _JSON = ("env.kwargs", "ray.runtime_env")  # texts that are JSON objects
 
 LINEAR = Schedule("linear")
 known_spec: ContextVar[Spec | None] = ContextVar("known_spec", default=None)  # in place of making the env
+_KNOWN_IMAGES = rf"^(dmlab|pettingzoo/atari)/|\b{ALE}"  # Atari's games have names of their own, too
+_CLASSIC = r"(LunarLander|CartPole|Acrobot|MountainCar)(Continuous)?-v\d"
 _SMALLEST_IMAGE = 36  # pixels, what the presets' torsos need
 
 
@@ -66,13 +69,13 @@ def envs(env: NameOrObject, count: int) -> int:
 
 def image_rewards(env: str, clip: RewardClip = "sign") -> Reward:
     """Clipped for Atari and DeepMind Lab, as in the papers; normalized for others, whose rewards have any size."""
-    known = all(task.startswith((ALE, "dmlab/")) or game(task) or is_atari(task) for task in tasks(env))
+    known = all(re.search(_KNOWN_IMAGES, task) or game(task) or is_atari(task) for task in tasks(env))
     return Reward(clip) if known else Reward(normalize=True)
 
 
 def vector_rewards(env: str) -> Reward:
     """Times 0.01 for the classic envs, as in A3C with GAE; normalized for others, whose rewards have any size."""
-    classic = env.startswith(("LunarLander", "CartPole", "Acrobot", "MountainCar"))
+    classic = all(re.fullmatch(_CLASSIC, task) for task in tasks(env))
     return Reward(scale=0.01) if classic else Reward(normalize=True)
 
 

@@ -43,6 +43,7 @@ class GossipHub:
 
     def __init__(self, config: Config, learners: int, net: Net) -> None:
         self.address, self.env_id, self.learners, self.net = config.gossip.bind, config.env.id, learners, net
+        self.seed = config.seed
         self.layout = message_layout(net.weights, net.moments)
         if self.layout.most > (most := config.wire.max_message_mb) << 20:
             raise ConfigError(f"wire.max_message_mb: a message has {self.layout.most / 2**20:.0f} MB, not {most}")
@@ -100,7 +101,8 @@ class GossipStream(ServiceStream):
     """One client's stream: each of its frames is answered with one of the hub's."""
 
     def __init__(self, hub: GossipHub, relay: Relay, run_id: int) -> None:
-        super().__init__({"number": 0, "learners": 1, "settings": json.dumps({"net": hub.net.digest})})
+        settings = json.dumps({"net": hub.net.digest, "seed": hub.seed})
+        super().__init__({"number": 0, "learners": 1, "settings": settings})
         self.hub, self.relay, self.run_id = hub, relay, run_id
         self.reads = self.writes = hub.layout
 
@@ -122,13 +124,13 @@ class GossipClient:
         self, config: Config, learners: int, net: Net, *, resumed: bool = False,
         report: Callable[[str], None] = lambda line: None,
     ) -> None:  # fmt: skip
-        self.address, self.learners, self.net = config.gossip.connect, learners, net
+        self.address, self.learners, self.net, self.seed = config.gossip.connect, learners, net, config.seed
         self.layout = message_layout(net.weights, net.moments)
         token = read_token(config.wire.token_file) if config.wire.token_file else ""
         patience = _ALONE_S if resumed else _PATIENCE_S
         endpoint = Endpoint(self.address, token, config.wire.cert, patience)
         self.connection = Connection(endpoint, {"env_id": config.env.id, "envs": learners}, report)
-        self._lines = deque[str](maxlen=100)
+        self._lines, self.alike = deque[str](maxlen=100), False  # alike: it was said that the seeds are equal
         self.mailboxes: Mailboxes | None = None
         self.relay: Relay | None = None  # of the open stream
         self.stream: Stream | None = None
@@ -163,6 +165,9 @@ class GossipClient:
         except (ValueError, KeyError, TypeError):
             stream.close()
             raise CoterieError("gossip.connect: the runs have different networks: use the same model") from None
+        if settings.get("seed") == self.seed and not self.alike:
+            self.alike = True
+            self._lines.append(f"gossip: the other run has --seed {self.seed} and the same episodes: give one another")
         return stream
 
     def _check(self) -> None:

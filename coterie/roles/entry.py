@@ -229,7 +229,8 @@ class LearnerService:
         number, what = self.board.order
         self.done, learner = number, self.learner
         if what & LAST and exchange_kind(learner.config).shared_weights:
-            learner.exchange.pull(learner.params)  # others have updated them since this learner's last step
+            learner.exchange.pull(learner.params)  # others have updated them since this learner's last step,
+            learner.exchange.after_rollout(learner.params)  # and the normalizers
         if what & EVALUATE and self.rank == 0:
             self._evaluate(number)
             self.board.evaluated[0] = number  # also where no message says so

@@ -193,7 +193,8 @@ def _random_steps(
     alike = over == len(ends) > 2 and len(set(lengths)) == 1 < lengths[0]
     hint = "; is that a time limit? then return truncated" if alike else ""
     which = f"of {min(lengths)} to {max(lengths)} steps, {over} terminated{hint}" if ends else "ended"
-    scale = "" if largest <= _LARGE else f"; try --reward.scale {10.0 ** -math.ceil(math.log10(largest)):g}"
+    factor = 10.0 ** -math.ceil(math.log10(max(largest, 1.0)))
+    scale = f"; try --reward.normalize True, or with a replay --reward.scale {factor:g}" if largest > _LARGE else ""
     one, more = (
         ("one copy", "threads")
         if backend.num_instances == backend.spec.agents

@@ -68,16 +68,20 @@ class Duel(gymnasium.Env[Any, Any]):
         self.opponent = members[-1 if self.np_random.random() < self.newest else self.np_random.integers(len(members))]
         self.policy: Any = None  # the opponent's
         if self.opponent != RANDOM:
+            import torch
+
             self.policy = copy.copy(frozen(Path(self.pool["folder"]), self.opponent))
-            self.policy.reset()  # its memory is of this game
+            self.policy.reset()  # its memory and its random numbers are of this game
+            self.policy.player = copy.copy(self.policy.player)
+            self.policy.player.rng = torch.Generator().manual_seed(int(self.np_random.integers(2**31)))
+        self.theirs = 0.0  # the opponent's reward since its last action
         self.total = self._opponents_turns()
         return self.game.observe(self.me), dict(self.game.infos[self.me])
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         reward = 0.0
         if not self._over:
-            self.game.step(action)
-            reward = self.game.rewards[self.me] + self._opponents_turns()
+            reward = self._step(action) + self._opponents_turns()
         self.total += reward
         if self._over and self.pool and REPLAYED not in os.environ:
             results = Path(self.pool["folder"], "results", str(os.getpid()))
@@ -95,18 +99,27 @@ class Duel(gymnasium.Env[Any, Any]):
         reward = 0.0
         while not self._over and self.game.agent_selection == self.other:
             left = self.game.terminations[self.other] or self.game.truncations[self.other]
-            self.game.step(None if left else self._opponents_action())
-            reward += self.game.rewards[self.me]
+            reward += self._step(None if left else self._opponents_action())
         return reward
+
+    def _step(self, action: Any) -> float:
+        """Our reward."""
+        self.game.step(action)
+        self.theirs += self.game.rewards.get(self.other, 0.0)  # it may have left
+        return float(self.game.rewards[self.me])
 
     def _opponents_action(self) -> Any:
         obs, legal = self.game.observe(self.other), None
         given = obs if isinstance(obs, dict) and MASK in obs else self.game.infos[self.other]
         if self.actions.spec.sizes and MASK in given:
-            legal = mask_row(given[MASK], self.action_space, sum(self.actions.spec.sizes))
+            legal = given[MASK]
         if self.policy is not None:
-            return self.policy.act(obs, action_mask=legal, reward=0.0, sampled=True)
-        drawn = random_actions(self.actions.spec, self.np_random, 1, None if legal is None else {MASK: legal[None]})
+            last, self.theirs = self.theirs, 0.0
+            return self.policy.act(obs, action_mask=legal, reward=last, sampled=True)
+        seen = None
+        if legal is not None:
+            seen = {MASK: mask_row(legal, self.action_space, sum(self.actions.spec.sizes))[None]}
+        drawn = random_actions(self.actions.spec, self.np_random, 1, seen)
         return only(self.action_space, self.actions.nested(self.actions.to_env(drawn)))
 
     def render(self) -> Any:

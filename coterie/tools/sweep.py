@@ -120,7 +120,7 @@ def _run(todo: list[Job], whole: int, at_once: int, say: Callable[[str], None]) 
     done, worst, printed, stop = whole - len(todo), 0, time.monotonic(), list[float]()
 
     def note(number: signal.Signals) -> None:
-        again = bool(stop) and is_second(number, time.monotonic() - stop[0])
+        again = number != WARNING and bool(stop) and is_second(number, time.monotonic() - stop[0])
         if again or number == WARNING:  # runs that do not wait for a warning ignore it
             for process, _ in running.values():
                 process.send_signal(signal.SIGINT if again else number)  # after SIGTERM: end at once

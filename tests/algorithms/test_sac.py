@@ -19,11 +19,13 @@ from coterie.algorithms.sac import SAC, Critics, SACNetwork, squashed
 from coterie.build.evaluate import Player
 from coterie.build.factory import make_algorithm, make_model
 from coterie.build.resources import resolve_config
+from coterie.build.warm_start import first_model
 from coterie.cli.main import main
 from coterie.cli.options import config_of
 from coterie.config import Config
 from coterie.models.build import acting_copy
 from coterie.parallel.threads import Team
+from coterie.runs import checkpoint
 from coterie.types import ActionSpec, ConfigError, CoterieError, Inputs, ObsSpec, Spec
 from tests.conftest import make_config, make_rollout
 
@@ -110,6 +112,16 @@ def test_the_noise_of_a_team_is_that_of_one_thread() -> None:
         found.append([batch.ahead for batch in algorithm.batches(model, make_rollout(SPEC, 6, 8))])
     assert len(found[0]) == 6
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_a_temperature_that_is_not_learned_is_the_settings_also_after_init_from(tmp_path, learned) -> None:
+    warm, new = ({"sac.alpha": alpha, "algorithm": "sac", **SMALL} for alpha in (0.5, 0.2))
+    draft = checkpoint.open_draft(root := tmp_path / "checkpoints", "draft")
+    checkpoint.write(draft, {"learner_0/model": make_model(make_config(**warm), SPEC).state_dict()})  # type: ignore[arg-type]
+    checkpoint.seal(root, draft, 0, {})
+    config = make_config(**new, **{"sac.learn_alpha": learned, "init_from": str(tmp_path)})  # type: ignore[arg-type]
+    assert float(first_model(config, SPEC).log_alpha.detach().exp()) == pytest.approx(0.5 if learned else 0.2)
 
 
 def test_bytes_are_scaled_as_in_every_network() -> None:

@@ -130,6 +130,26 @@ def test_a_policy_acts_for_one_env_in_the_form_of_its_spaces(tmp_path):
     assert evaluate_run(tmp_path / "run", episodes=3)["mean_return"] == 1
 
 
+class Bytes(gymnasium.Env[Any, Any]):
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, high: int) -> None:
+        self.observation_space = spaces.Box(0, high, (4,), np.uint8)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return np.zeros(4, np.uint8), {}
+
+    def step(self, action: Any) -> Any:
+        return self.reset()[0], 1.0, True, False, {}
+
+
+def test_an_env_whose_bytes_have_another_bound_is_another(tmp_path):
+    env = {"env.id": f"{__name__}:Bytes", "env.kwargs": {"high": 5}}
+    coterie.train(small_ppo(tmp_path / "run", steps=100, **env), quiet=True)
+    with pytest.raises(ConfigError, match=r"observation uint8 \(4,\) up to 5 in the run, uint8 \(4,\) up to 9 now"):
+        load(tmp_path / "run", **{"env.kwargs": {"high": 9}})
+
+
 def test_a_network_with_memory_that_sees_rewards_is_not_called_without(tmp_path):
     network = {"model.network": "tests.support.networks:Counter", "model.last_action_reward": True}
     coterie.train(small_ppo(tmp_path / "run", steps=100, **network), quiet=True)

@@ -109,9 +109,10 @@ def test_a_printed_config_is_whole_and_says_what_each_field_is(write, capsys):
     assert err == "coterie: chaos.every: 10.0 needs child processes: several learners, actors, or env hosts\n"
     with pytest.raises(ConfigError, match=r"^preset: my\.toml has the whole config of 'ppo', not of 'dqn'"):
         config_of(["dqn", "--config", "my.toml"])
+    assert main(["train", *args, "--seeds", "0..1", "--print-config"]) == 2
+    assert "--print-config: prints one run" in capsys.readouterr().err
     if not torch.cuda.is_available():
         assert main(["train", *args, "--device", "cuda", "--print-config"]) == 2
-        assert main(["train", *args, "--seeds", "0..1", "--print-config"]) == 2
         assert "device: cuda is not available here" in capsys.readouterr().err
 
 
@@ -171,15 +172,14 @@ ATARI, MLP, NET = "one of EnvPool's Atari games", "the torso mlp", "tests.suppor
         ),
         (
             "impala --vtrace.correction none --vtrace.rho-bar 2 --vtrace.pg-rho-bar 2",
-            {
-                "vtrace.rho-bar": "vtrace.correction vtrace",
-                "vtrace.pg-rho-bar": "vtrace.correction vtrace or one-step",
-            },
+            {"vtrace.rho-bar": "vtrace.correction vtrace", "vtrace.pg-rho-bar": "vtrace.correction vtrace or one-step"},
         ),
         ("dqn --q.secondary-lr 0.1", {"q.secondary-lr": "q.secondary_batch"}),
         ("a2c --reward.scale 0.5", {"reward.scale": "reward.normalize False"}),
-        ("ppo --model.clip-last-reward False", {"model.clip-last-reward": "model.last_action_reward"}),
-        ("ppo --env.delay-learner 0", {"env.delay-learner": "env.delay"}),
+        (
+            "ppo --model.clip-last-reward False --env.delay-learner 0",
+            {"model.clip-last-reward": "model.last_action_reward", "env.delay-learner": "env.delay"},
+        ),
         ("ppo --log.wandb-group a", {"log.wandb-group": "log.wandb"}),
         ("sac --q.noisy True --env Pendulum-v1", {"q.noisy": "dqn or r2d2"}),
         ("sac --model.activation tanh --env Pendulum-v1", {"model.activation": "another algorithm than sac"}),

@@ -120,6 +120,11 @@ def test_observations_stay_on_their_device_and_actions_come_there(groups: int, t
     assert "cpu" in vectors.copies  # an evaluation has them on the host
 
 
+def test_actions_are_tensors_also_where_all_observations_are_converted_on_the_host() -> None:
+    with make(COUNTING, 3, backend="vector", kwargs={"kind": "torch", "lacks": "double"}) as envs:
+        assert play(envs, 6).obs.dtype == np.float32  # the env asserts what it gets
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("acting", ["decoupled", "central"])
 def test_other_processes_have_arrays_on_the_host(acting: str, tmp_path: Any) -> None:

@@ -144,7 +144,7 @@ class Broken(coterie.Callback):
      ("gossip", "on_rollout"), ("decoupled", "on_checkpoint"), ("central", "on_end")],
 )  # fmt: skip
 def test_a_callback_that_raises_ends_the_run_after_a_checkpoint_and_others_go_on(tmp_path, config, layout, hook):
-    out, small = tmp_path / "run", config(layout, **{"steps": 600, "eval.every": 600, "eval.episodes": 2})
+    out, small = tmp_path / "run", config(layout, **{"steps": 600, "eval.every": 300, "eval.episodes": 2})
     with pytest.raises(CoterieError, match=rf"Broken\.{hook}: (ValueError|SystemExit): broken by design; last good"):
         coterie.train(small, callbacks=[Broken(hook), Diary()], quiet=True)
     log, summary = (out / "log.txt").read_text(), read_summary(out)

@@ -105,7 +105,7 @@ def test_all_learners_begin_with_the_same_checkpoint_of_a_run_that_still_trains(
     coterie.train(tiny(first, "solo", learners=1, steps=200), quiet=True)
     source = checkpoint.latest(first / "checkpoints")
 
-    def begin_from(path, model, elsewhere):
+    def begin_from(path, model, elsewhere, given=()):
         line = warm_start.begin_from(path, model)
         changed = {"learner_0/model": {k: torch.zeros_like(x) for k, x in model.state_dict().items()}}
         save_checkpoint(first / "checkpoints", 10**6, changed, {})
@@ -264,8 +264,9 @@ def test_learners_that_only_fill_their_replays_agree_on_orders_and_the_end(tmp_p
 def test_every_part_of_the_last_checkpoint_has_the_newest_shared_weights(tmp_path, exchange):
     """Learner 0 is through first, since the other's envs are slow."""
     slow_one = {"env.delay": 0.1, "env.delay_learner": 1, "eval.every": 0, "optim.schedule.kind": "constant"}
+    slow_one["model.normalize_obs"] = True
     assert main(inline_options(tmp_path / "run", exchange, **slow_one)) == 0
     tensors, state = last_checkpoint(tmp_path / "run")
     assert all(row["learner_steps"] > 0 for row in state["learners"])
-    first, second = (parameters(tensors, rank) for rank in (0, 1))
+    first, second = (tensors[f"learner_{rank}/model"] for rank in (0, 1))
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -1,11 +1,13 @@
-"""The first convolution over frames, on whatever pixels it is computed."""
+"""The first convolution over frames, on whatever pixels it is computed; bounds of bytes, and the axes of images."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from coterie.models.torsos import Frames
+from coterie.config import Model
+from coterie.models.torsos import Frames, build_torso, layout
+from coterie.types import ObsSpec
 
 
 @pytest.mark.parametrize("hwc", [False, True])
@@ -34,3 +36,16 @@ def test_folded_frames_are_right_in_bf16_and_where_they_cannot_be_folded():
     assert shifted.storage_offset() == 1
     for other in (shifted, x.float()):
         torch.testing.assert_close(layer(other), wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("shape", "torso"), [((9,), "mlp"), ((10, 10, 3), "impala"), ((40, 40, 1), "nature")])
+def test_bytes_of_a_space_with_a_smaller_bound_are_fractions_of_that(shape, torso):
+    nets = [build_torso({"": ObsSpec(shape, "uint8", 0.0, high)}, Model(torso=torso)) for high in (5.0, 255.0)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    x = torch.randint(0, 6, (2, *shape), dtype=torch.uint8)
+    torch.testing.assert_close(nets[0](x), nets[1](51 * x))
+
+
+def test_the_channels_of_an_image_are_its_shorter_side_or_beside_a_square():
+    shapes = [(84, 84, 4), (4, 84, 84), (100, 50, 3), (17, 8, 8), (48, 42, 42)]
+    assert [layout(shape)[1] for shape in shapes] == [True, False, True, False, False]

@@ -12,6 +12,7 @@ from coterie.build import validity
 from coterie.build.resources import resolve_config
 from coterie.config import Schedule
 from coterie.envs.make import make_spec
+from coterie.presets.common import image_rewards, vector_rewards
 from coterie.types import ActionSpec, ConfigError, ObsSpec, Spec
 
 SCENARIO = "gfootball/11_vs_11_hard_stochastic-v1"
@@ -92,6 +93,16 @@ def test_an_image_env_that_steps_all_envs_together_takes_no_random_steps_first()
 def test_only_rewards_of_envs_whose_sizes_are_known_are_clipped_or_scaled(preset, env, kwargs, expected):
     reward = presets.make(preset, env, **{"env.kwargs": kwargs}).reward
     assert (reward.clip, reward.scale, reward.normalize) == expected
+
+
+def test_envs_are_known_by_whole_names():
+    known = ("pettingzoo/atari/pong_v3", "ale_py:ALE/Pong-v5", "PongNoFrameskip-v4", "dmlab/x")
+    assert [image_rewards(env).clip for env in (*known, "mine:Pong", "Pong-v5,mine:Pong")] == ["sign"] * 4 + [
+        "none"
+    ] * 2
+    classic = ("LunarLanderContinuous-v3", "CartPole-v1,Acrobot-v1")
+    others = ("CartPole-v1,mine:Env", "CartPoleSwingUp-v0", "Acrobots:Env")
+    assert [vector_rewards(env).scale for env in (*classic, *others)] == [0.01] * 2 + [1.0] * 3
 
 
 def test_a3c_paper_has_the_papers_defaults():

@@ -30,7 +30,8 @@ class Spy(torch.Tensor):
 class Counting(VectorEnv[Any, Any, Any]):
     """Env i begins with count 100 i. `kind`: numpy, torch, dlpack, spy. `lacks`: final_obs, mode, rows, envs,
     info, or arrays of all envs' last observations and info: there are objects instead. Or, from the first step on, rows
-    again ("later"), or the shape of the rewards ("reward") or flags ("flags"); or bytes, which its space has."""
+    again ("later"), or the shape of the rewards ("reward") or flags ("flags"); or bytes or float64 ("double"),
+    which its space has."""
 
     def __init__(
         self, num_envs: int, mode: str = "NextStep", kind: str = "numpy", lacks: str = "", nan: int = 0, length: int = 5
@@ -39,6 +40,8 @@ class Counting(VectorEnv[Any, Any, Any]):
         self.num_envs -= lacks == "envs"
         self.metadata = {} if lacks == "mode" else {"autoreset_mode": self.mode}
         self.single_observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+        if lacks == "double":
+            self.single_observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float64)
         if lacks == "bytes":
             self.single_observation_space = spaces.Box(0, 255, (2,), np.uint8)
         self.single_action_space = spaces.Box(-2, 6, (2,), np.float32)
