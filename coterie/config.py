@@ -405,7 +405,7 @@ class Config:
     init_from: str = ""  # folder of a run or checkpoint: begin with its network's weights and normalizers
     seed: Natural = 0  # of envs, initial weights, sampled actions and minibatches
     device: Literal["auto", "cpu", "cuda"] = "auto"  # where learners train; auto: on GPUs if there are any
-    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 for images where it is faster
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 for images where faster, but for model.network
     graphs: bool = True  # a learner step and acting each run as one graph: of CUDA, or of TorchScript on a CPU
     deterministic: bool = False  # torch's deterministic algorithms: slower; on a GPU a replay needs them
     torch_threads: Natural = 0  # threads that share the training of a batch; 0: by the network, the batch and the cores

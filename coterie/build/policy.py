@@ -110,10 +110,10 @@ class Policy:
         self, obs: Any, *, reward: float | None = None, action_mask: ArrayLike | None = None, sampled: bool = False
     ) -> Any:
         """The action for the observation of a single env, both as its spaces have them, without a batch axis."""
-        rewards, legal = None if reward is None else on_host(reward)[None], None
-        if action_mask is not None:
-            legal = mask_row(action_mask, self.actions.space, sum(self.actions.spec.sizes))[None]
-        return only(self.actions.space, self(batched(obs), reward=rewards, action_mask=legal, sampled=sampled))
+        rewards, mask = None if reward is None else on_host(reward)[None], action_mask
+        if action_mask is not None and self.spec.masked:
+            mask = mask_row(action_mask, self.actions.space, sum(self.actions.spec.sizes))[None]
+        return only(self.actions.space, self(batched(obs), reward=rewards, action_mask=mask, sampled=sampled))
 
 
 def batched(obs: Any) -> Any:

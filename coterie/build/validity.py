@@ -204,7 +204,8 @@ def _differences(saved: Spec, now: Spec) -> Iterator[str]:
 def _array(obs: ObsSpec | None) -> str:
     if obs is None:
         return "absent"
-    bound = f" up to {1 / scale:g}" if (scale := scale_of(obs)) not in (1, 1 / 255) else ""
+    scaled = obs.dtype == "uint8" and not obs.codes
+    bound = f" up to {1 / scale:g}" if scaled and (scale := scale_of(obs)) != 1 / 255 else ""
     return f"{obs.dtype} {obs.shape}{bound}{' of text' * obs.text}{f' of codes {obs.codes}' if obs.codes else ''}"
 
 

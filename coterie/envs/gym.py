@@ -258,7 +258,7 @@ def _masks(mask: Any, space: Any) -> Iterator[Array]:
     elif mask is None:  # everything is legal
         yield np.ones(sum(action_map("", space).spec.sizes), bool)
     else:
-        yield np.asarray(mask, bool).reshape(-1)
+        yield on_host(mask).astype(bool).reshape(-1)
 
 
 def numbers(info: Any, n: int, depth: int = _DEEPEST) -> dict[str, Array]:

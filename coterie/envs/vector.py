@@ -27,6 +27,7 @@ from coterie.envs.spaces import flatten, leaf_of, on_host
 from coterie.plugins import label, named_env, prepare_import
 from coterie.types import MASK, Array, ConfigError, CoterieError, Obs, Spec, entries, from_entries, json_object, map_obs
 
+_LARGEST_CODE = 31  # in a grid; MiniGrid has 11 objects, and envs may add some
 _MOST_IDLE = 100  # steps that nothing can be learned from
 _FLAGS = ("terminated", "truncated", "game_over", "first")
 _SMALL = {"reward": np.dtype("float32"), **dict.fromkeys(_FLAGS, np.dtype(bool))}
@@ -254,19 +255,26 @@ def check_results(spec: Spec, batch: StepResults, n: int) -> None:
         if "int" in dtype and "float" in str(x.dtype):
             raise ConfigError(f"{what} {name} has type {x.dtype}, but its space has {dtype}")
     for key, s in spec.obs.items():
-        if s.codes and (on_host(obs[key]) >= s.codes).any():
-            raise ConfigError(f"{what} {key!r} has no codes of MiniGrid's objects: give it an id of another kind")
+        if s.codes and on_host(obs[key]).max() > _LARGEST_CODE:
+            why = "pixels, not MiniGrid's codes: its id must not begin with MiniGrid or BabyAI"
+            raise ConfigError(f"{what} observation {key!r} has {why}")
+
+
+def place_of(backend: Backend, obs: Obs) -> Any:
+    """The device of the observations, for a `VectorEnv` before some are converted on the host."""
+    if isinstance(backend, VectorBackend) and backend.device is not None:
+        return backend.device
+    return next((x.device for x in entries(obs).values() if hasattr(x, "detach")), "cpu")
 
 
 def action_adapter(backend: Backend, first: StepResults) -> Callable[[Any], Any]:
     """A function that makes a policy's actions the backend's, on the device of its `first` observations."""
-    actions, obs = backend.action_map, entries(first.obs)
+    actions = backend.action_map
     if not backend.tensors or actions.leaves:
         return lambda a: actions.to_env(on_host(a))
     import torch
 
-    seen = next((x.device for x in obs.values() if isinstance(x, torch.Tensor)), "cpu")
-    device = getattr(backend, "device", None) or seen
+    device = place_of(backend, first.obs)
     constants = ((k, getattr(actions, k)) for k in ("offset", "scale", "low", "high"))
     there: Any = {k: torch.as_tensor(x, device=device) for k, x in constants if x is not None}
     return lambda a: replace(actions, **there).to_env(torch.as_tensor(a, device=device))

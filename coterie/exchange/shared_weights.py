@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -95,11 +94,14 @@ class SharedWeights:
                 self.locks.free(k)
 
     def share_moments(self) -> None:
-        """Add this learner's new rows to the shared normalizers, and take the sums of all."""
+        """Add this learner's new rows to the shared normalizers, and take the sums of all. After `close` only these."""
         if not self.moments.size:
             return
+        if self.fd < 0:
+            self.moments.write(self._sums)
+            return
         new = self.moments.read() - self._base
-        with self.locks.held(len(self.slices)) if self.fd >= 0 else nullcontext():
+        with self.locks.held(len(self.slices)):
             self._sums += new
             self._base = self._sums.clone()
         self.moments.write(self._base)

@@ -167,7 +167,8 @@ class GossipClient:
             raise CoterieError("gossip.connect: the runs have different networks: use the same model") from None
         if settings.get("seed") == self.seed and not self.alike:
             self.alike = True
-            self._lines.append(f"gossip: the other run has --seed {self.seed} and the same episodes: give one another")
+            same = f"--seed {self.seed}, and so the same episodes"  # runs that connect are not compared
+            self._lines.append(f"gossip: the other run has {same}: give this run another seed")
         return stream
 
     def _check(self) -> None:

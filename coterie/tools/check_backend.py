@@ -10,7 +10,7 @@ from gymnasium.vector import AutoresetMode
 
 from coterie.envs.backend import Backend, CannotReplace, StepResults
 from coterie.envs.spaces import on_host
-from coterie.envs.vector import VectorBackend, check_results
+from coterie.envs.vector import VectorBackend, check_results, place_of
 from coterie.types import MASK, Array, ConfigError, entries, from_entries, map_obs
 
 FLAGS = ("terminated", "truncated", "game_over")
@@ -98,7 +98,7 @@ class CheckingBackend(Backend):
                 self.mend[f"{name} kept"] = f"{name}: the array changes after it was given; give a new one each time"
         check_results(self.spec, answer, n)
         obs = {name: entries(answer.obs)[name] for name in self.spec.obs}
-        self._device = next((x.device for x in obs.values() if hasattr(x, "detach")), "cpu")
+        self._device = place_of(self.inner, answer.obs)
         want = {observation(k): s.dtype for k, s in self.spec.obs.items()}
         want |= {"reward": "float32", **dict.fromkeys(FLAGS, "bool")}
         given = dict(zip(want, [*obs.values(), answer.reward, *answer[2:5]], strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from functools import partial
@@ -144,10 +145,16 @@ class Bytes(gymnasium.Env[Any, Any]):
 
 
 def test_an_env_whose_bytes_have_another_bound_is_another(tmp_path):
-    env = {"env.id": f"{__name__}:Bytes", "env.kwargs": {"high": 5}}
+    env = {"env.id": f"{__name__}:Bytes", "env.kwargs": {"high": 1}}
     coterie.train(small_ppo(tmp_path / "run", steps=100, **env), quiet=True)
-    with pytest.raises(ConfigError, match=r"observation uint8 \(4,\) up to 5 in the run, uint8 \(4,\) up to 9 now"):
-        load(tmp_path / "run", **{"env.kwargs": {"high": 9}})
+    assert load(tmp_path / "run").act(np.ones(4, np.uint8)) in (0, 1)
+    for high, now in ((9, r"uint8 \(4,\) up to 9"), (255, r"uint8 \(4,\)")):
+        with pytest.raises(ConfigError, match=rf"observation uint8 \(4,\) up to 1 in the run, {now} now"):
+            load(tmp_path / "run", **{"env.kwargs": {"high": high}})
+    spec = json.loads((tmp_path / "run" / "spec.json").read_text())
+    (tmp_path / "run" / "spec.json").write_text(json.dumps({k: x for k, x in spec.items() if k != "high"}))  # older
+    with pytest.raises(ConfigError, match=r"observation uint8 \(4,\) in the run, uint8 \(4,\) up to 1 now"):
+        load(tmp_path / "run")
 
 
 def test_a_network_with_memory_that_sees_rewards_is_not_called_without(tmp_path):

@@ -5,20 +5,24 @@ from __future__ import annotations
 import json
 import runpy
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import TimeLimit
 
 import coterie
 from coterie import config
+from coterie.envs.backend import StepResults
 from coterie.envs.make import make_envs, make_spec
 from coterie.envs.testing import Catch
-from coterie.types import CoterieError
+from coterie.envs.vector import action_adapter, check_results, make_together
+from coterie.types import ActionSpec, CoterieError, ObsSpec, Spec
 from tests.conftest import make_config
 from tests.envs.env_harness import check_counting, make, play
 from tests.support import vectors
@@ -123,6 +127,10 @@ def test_observations_stay_on_their_device_and_actions_come_there(groups: int, t
 def test_actions_are_tensors_also_where_all_observations_are_converted_on_the_host() -> None:
     with make(COUNTING, 3, backend="vector", kwargs={"kind": "torch", "lacks": "double"}) as envs:
         assert play(envs, 6).obs.dtype == np.float32  # the env asserts what it gets
+    backend = make_together(config.Env(COUNTING, "vector", kwargs='{"kind": "torch", "lacks": "double"}'), [0])
+    backend.reset(np.arange(1))
+    backend.device = torch.device("meta")  # as if the env were on one
+    assert action_adapter(backend, backend.recv())(np.zeros((1, 2), np.float32)).device.type == "meta"
 
 
 @pytest.mark.slow
@@ -268,3 +276,16 @@ def test_the_examples_run(name: str, tmp_path: Any, monkeypatch: Any, capsys: An
     monkeypatch.setattr(sys, "argv", ["", "9000"])
     runpy.run_path(str(EXAMPLES / f"{name}_env.py"), run_name="__main__")
     assert "mean return" in capsys.readouterr().out
+
+
+def test_pixels_that_pass_for_codes_of_a_grid_are_refused() -> None:
+    spec = Spec(
+        "MiniGrid-Mine-v0",
+        {"image": ObsSpec((7, 7, 3), "uint8", 0, 255, codes=(11, 6, 4))},
+        ActionSpec("categorical", (2,)),
+    )
+    flags = np.zeros((3, 1), bool)
+    for value, fits in ((12, True), (200, False)):
+        seen = StepResults({"image": np.full((1, 7, 7, 3), value, np.uint8)}, np.zeros(1, np.float32), *flags)
+        with nullcontext() if fits else refused("observation 'image' has pixels, not MiniGrid's codes"):
+            check_results(spec, seen, 1)

@@ -105,7 +105,7 @@ def test_all_learners_begin_with_the_same_checkpoint_of_a_run_that_still_trains(
     coterie.train(tiny(first, "solo", learners=1, steps=200), quiet=True)
     source = checkpoint.latest(first / "checkpoints")
 
-    def begin_from(path, model, elsewhere, given=()):
+    def begin_from(path, model, elsewhere):
         line = warm_start.begin_from(path, model)
         changed = {"learner_0/model": {k: torch.zeros_like(x) for k, x in model.state_dict().items()}}
         save_checkpoint(first / "checkpoints", 10**6, changed, {})
