@@ -74,6 +74,7 @@ class SACNetwork(Network):
     def __init__(self, spec: Spec, config: ModelConfig, alpha: float) -> None:
         super().__init__(spec, config)
         self.log_std = None  # the policy head has them
+        self.scales = {key: scale for key, x in spec.obs.items() if (scale := scale_of(x)) != 1}  # of bytes
         self.log_alpha = nn.Parameter(torch.tensor(math.log(alpha)))
 
     def _build(self, obs: dict[str, ObsSpec], q: Q | None) -> None:
@@ -90,9 +91,10 @@ class SACNetwork(Network):
         return torch.cat((mean, log_std.clamp(*_LOG_STD)), -1), torch.zeros_like(mean[..., :1])
 
     def _normalized(self, obs: Obs) -> Obs:
-        scales = {key: scale for key, spec in self.spec.obs.items() if (scale := scale_of(spec)) != 1}
-        found = {key: x * scales[key] if key in scales else x for key, x in entries(super()._normalized(obs)).items()}
-        return from_entries(found)
+        obs = super()._normalized(obs)
+        if not self.scales:
+            return obs
+        return from_entries({key: x * self.scales[key] if key in self.scales else x for key, x in entries(obs).items()})
 
     def features(self, obs: Obs) -> Tensor:
         """What the critics see of observations: normalized and flat, `[N, size]`."""
