@@ -76,7 +76,7 @@ def headed(name: str, text: str) -> str:
     figure = FIGURES[name]
     body = re.sub(r"\A.*\n+(Verdict: .*\n+)?(Claim: (.+\n)+\n)?", "", text)
     claim = " ".join(figure.claim.split())
-    if size := re.search(r"^`.* --budget (smoke|small|full)\b", body, re.M):
+    if size := re.search(r"^`.* --budget (smoke|small|full)`", body, re.M):
         notes = f"Differences from the paper: {figure.notes(figure.sizes[size[1]])}"
         body = re.sub(r"^Differences from the paper: .*$", lambda _: notes, body, flags=re.M)
     return f"## {name}: {figure.title}\n\nVerdict: {verdict(text)}.\n\nClaim: {claim}\n\n{body}"

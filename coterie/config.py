@@ -91,7 +91,7 @@ class Reward:
 class Model:
     """The network."""
 
-    torso: str = "auto"  # a3c, a3c-gae, gala, nature, impala, football, mlp, auto, or package.module:callable
+    torso: str = "auto"  # a3c, a3c-gae, gala, nature, nature-conv, impala, football, mlp, auto, or module:callable
     hidden: Sizes = (64, 64)  # mlp: layer sizes
     activation: Literal["tanh", "relu"] = "tanh"  # mlp
     share: Literal["auto", "yes", "no"] = "auto"  # one torso for policy and value; auto: yes for images, text, a core
@@ -142,7 +142,7 @@ class PPO:
     """PPO."""
 
     epochs: Positive = 4  # passes over a rollout
-    minibatch_size: Positive = 256  # smallest number of samples: a rollout is cut into equal minibatches
+    minibatch_size: Positive = 256  # samples of a minibatch, at least: a rollout is cut into equal ones
     clip: PositiveFloat = 0.2  # range of the probability ratio: 1 - clip to 1 + clip
     clip_schedule: Schedule = Schedule()
     clip_value: NaturalFloat = 0.0  # clip the change of the value to +-this; 0: off
@@ -352,7 +352,7 @@ class Chaos:
     """Fault injection: kill, stop and slow down processes of the run, and cut links to other runs."""
 
     every: NaturalFloat = 0.0  # mean seconds between two faults; 0: none. --chaos alone: 10
-    seed: Natural = 0  # of the faults
+    seed: Natural = 0  # seed of the random faults
 
 
 @dataclass(frozen=True)
@@ -384,7 +384,7 @@ class Log:
     norms: Natural = 0  # env steps of each learner between measurements of its layers' norms; 0: none
     wandb: str = ""  # Weights & Biases project; needs the extra `wandb`
     wandb_group: str = ""  # runs of one group are shown together; empty: none
-    wandb_tags: tuple[str, ...] = ()  # of the run's page
+    wandb_tags: tuple[str, ...] = ()  # tags of the run's page on Weights & Biases
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Write the pages that are made from the code, in docs/reference: options.md, presets.md, matrix.md and python.md.
+"""Write the pages that are made from the code, in docs/reference: options.md, commands.md, presets.md, matrix.md and
+python.md.
 
 python docs/generate.py
 """
@@ -12,6 +13,8 @@ import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
+
+from commands import commands
 
 import coterie
 from coterie import presets
@@ -306,6 +309,7 @@ def python_api() -> str:
 def pages() -> dict[Path, str]:
     matrix = f"{MATRIX}{validity.table()}\n"
     texts = {"options.md": options(), "presets.md": all_presets(), "matrix.md": matrix, "python.md": python_api()}
+    texts["commands.md"] = commands(NOTE)
     return {REFERENCE / name: text for name, text in texts.items()}
 
 

@@ -45,8 +45,7 @@ class Central(EnvStreams, Acting):
         model, dtype = cast(Network, setup.agent.model), setup.envs.dtype
         self.models = DoubleBufferedModel([acting_copy(model, dtype, always_copy=True) for _ in range(2)], self.device)
         self.rng = setup.envs.make_rng(setup.rank)
-        # Valid rows: received, of abandoned rollouts, in memory after `close`.
-        self.produced = self.dropped = self.left = 0
+        self.dropped = self.left = 0  # valid rows: of abandoned rollouts, in memory after `close`
         self.calls = self.rows = 0  # of the policy
         self.finished = self.taken = 0  # columns of rollouts; each is counted by one thread
         self.batches = 1 if self.config.lockstep else 2 + self.config.queue
@@ -178,10 +177,6 @@ class Central(EnvStreams, Acting):
     def _answer(self, batch: list[InferenceRequest]) -> list[InferenceRequest]:
         """Choose the actions of a batch; returns the requests that have to wait for newer weights first."""
         inputs = [q.stream.write_step(q.time_step) for q in batch]
-        for request in batch:
-            if request.stream.counted:
-                self.produced += request.stream.uncounted
-            request.stream.uncounted = 0
         self.setup.on_produced()
         states = [q.stream.state for q in batch if q.stream.state is not None]
         ids = torch.from_numpy(np.concatenate([q.stream.ids for q in batch])).to(self.device)

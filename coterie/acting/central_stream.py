@@ -66,7 +66,6 @@ class EnvStream(ServiceStream):
         self.state = state
         self.window, self.ticket = registry.window, -1  # of the unfinished rollout
         self.row, self.valid = 0, 0  # of the unfinished rollout: the next row, valid rows
-        self.uncounted = 0  # valid rows that are not in `Central.produced` yet
         self.new, self.serial = True, 0  # serial: among its learner's streams
 
     def ask(self, arrays: dict[str, Array], answer: Answer) -> None:
@@ -100,7 +99,8 @@ class EnvStream(ServiceStream):
             self.recorder.begin([self.state], self.last)
         else:
             valid = int(np.count_nonzero(~ts.is_first))
-            self.valid, self.uncounted = self.valid + valid, self.uncounted + valid
+            self.valid += valid
+            self.registry.produced += valid * self.counted
         return self.recorder.write_step(0, self.row, ts)
 
     def write_output(self, out: AgentOutput, state: Tensor | None, version: int) -> None:
@@ -142,7 +142,7 @@ class EnvStreams:
         self.window = Window(0 if unbound else window_of(config.max_lag, self.batch_size, setup.updates))
         self.patience = setup.timeout / 3 if self.window.columns else 0.0  # with a window all wait for one that hangs
         self.streams: dict[tuple[int, int], EnvStream] = {}  # by client and group
-        self.envs = self.opened = 0  # of all streams; streams that were ever opened
+        self.envs = self.opened = self.produced = 0  # envs of all streams; all streams so far; valid rows
         self.inbox = queue.SimpleQueue[InferenceRequest | EnvStream | None]()  # requests, closed streams, wake-ups
         self._streams_lock = threading.RLock()  # the servers for local and for remote hosts have a thread each
 

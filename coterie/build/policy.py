@@ -24,6 +24,7 @@ from coterie.models.build import Network
 from coterie.plugins import EVAL_SETTINGS, GIVEN
 from coterie.presets.common import flat
 from coterie.runs import checkpoint
+from coterie.runs.manifest import MANIFEST
 from coterie.runs.trust import open_run
 from coterie.types import MASK, ConfigError, CoterieError, Obs, Spec, entries, reason_of
 
@@ -37,7 +38,8 @@ class Policy:
     `obs` is a batch `[B, ...]` (or a nested dict of such), as the env gives it; actions are clipped and stretched to
     its bounds. With an LSTM the state is kept between calls for a fixed B; `reset(done)` clears it for the envs that
     begin again. A net trained with `model.last_action_reward` also needs `reward` `[B]`, and where the env has its
-    action mask in info or a method, `action_mask` `[B, choices]`. Actions of a Dict or Tuple are one of arrays. `act`
+    action mask in info or a method, `action_mask` `[B, choices]`. Actions of a Dict or Tuple space
+    have its structure, with arrays as leaves. `act`
     is the same for a single env.
     """
 
@@ -125,7 +127,8 @@ def batched(obs: Any) -> Any:
 
 @plain_torch()
 def load(folder: str | Path, learner: str | int = "0", *, trust: bool = False, **new: Any) -> Policy:
-    """The policy of a run's best checkpoint, or of its last where none was marked best.
+    """The policy of a run's best checkpoint, or of its last where none was marked best. `folder` may also be a
+    checkpoint of a run: `runs/x/checkpoints/step_000000100000`.
 
     `learner`: its index (learner 0 is the one that is evaluated during training), "mean" for the mean of all learners'
     weights, or "secondary" for the secondary learner. `new`: what takes the place of the run's own, above all of an
@@ -134,8 +137,10 @@ def load(folder: str | Path, learner: str | int = "0", *, trust: bool = False, *
     names even if its folder was not made by this user (docs/explanation/security.md).
     """
     folder = Path(folder).expanduser()
+    chosen = folder.absolute() if (folder / MANIFEST).is_file() else None
+    folder = chosen.parents[1] if chosen else folder
     config, root = open_run(folder, flat(new), trust, (*GIVEN, *EVAL_SETTINGS)), folder / "checkpoints"
-    if (path := checkpoint.best(root)[0] or checkpoint.latest(root)) is None:
+    if (path := chosen or checkpoint.best(root)[0] or checkpoint.latest(root)) is None:
         raise ConfigError(f"RUN: {folder} has no complete checkpoint yet")
     tensors, state = checkpoint.load(path, ends=WEIGHTS)
     return policy_of(folder, config, weights_of(tensors, str(learner)), int(state["env_steps"]), path)

@@ -30,8 +30,9 @@ _LEARNER = arg("--learner", default="0", help="an index (0 is evaluated during t
 _SETTINGS = "--SECTION.FIELD VALUE: `coterie train PRESET --help` lists all options of a run."
 _JSON = flag("--json", "print one JSON object")
 _TRUST = flag("--trust", "import the code that the folder names, although it is not signed with your key")
+_SAVED = arg("run", help="run folder (its best checkpoint, or its last), or one of its checkpoints")
 _POLICY = (
-    _RUN,
+    _SAVED,
     _TRUST,
     _LEARNER,
     arg("--seed", type=int, default=1, help="of the env, and of sampled actions"),
@@ -146,7 +147,7 @@ COMMANDS = {
     "export": Command(
         "RUN [--out DIR] [--web]",
         "the policy as ONNX (--web: with a demo page)",
-        _RUN,
+        _SAVED,
         arg("--out", default="", help="a folder; default: RUN/export"),
         _LEARNER,
         _TRUST,

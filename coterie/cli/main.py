@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import random
+import signal
 import socket
 import sys
 import time
@@ -179,10 +180,15 @@ def work(options: Namespace, rest: list[str]) -> int:
         if signals:
             raise Stopped
 
+    def note(number: signal.Signals) -> None:
+        if number in signals:  # the env may hang, so that nothing calls `leave`
+            raise KeyboardInterrupt
+        signals.append(number)
+
     report = partial(print, flush=True)
     report(f"connecting to {options.connect}")
     try:
-        with on_signals(signals.append):
+        with on_signals(note):
             (run_env_host if options.command == "envs" else run_actor)(config, endpoint, WorkerOptions(report, leave))
     except Stopped:
         report("left before the work began")

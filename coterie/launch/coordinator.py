@@ -48,8 +48,7 @@ class Coordinator:
         reached = 0 if state is None else max((line["env_steps"] for line in read_metrics(folder)), default=0)
         self.learners, self.next_eval = config.learners, config.eval.every if state is None else state["next_eval"]
         title = " x ".join((config.preset or config.algorithm, label(config.env.id), config.acting, config.exchange))
-        before = None if state is None else state["env_steps"]
-        best = checkpoint.best(self.root)[1]
+        before, best = None if state is None else state["env_steps"], checkpoint.best(self.root)[1]
         self.display = Display(config.steps, title, before or 0, quiet, starting=starting, best=best)
         self.writer = RunWriter(folder, config, before, self.display.note)
         self.ledger = Ledger(config, spec, board, state, reached)  # its clock begins
@@ -296,5 +295,6 @@ class Coordinator:
             self.last_checkpoint = -math.inf
         elif self.signal is None:
             self.signal, self.signaled = number, time.monotonic()
+            self.board.stop(resumes=bool(self.interrupted))  # an evaluation in this process looks at it
         elif is_second(number, time.monotonic() - self.signaled):
             raise KeyboardInterrupt

@@ -48,7 +48,7 @@ class RestartDelays:
         last, count = self._deaths.get(row, (-math.inf, 0))
         count = count + 1 if now - last < _STABLE_S else 0
         self._deaths[row] = now, count
-        self._at[row] = now + min(_LONGEST_S, 0.1 * 2**count)
+        self._at[row] = now + min(_LONGEST_S, 0.1 * 2 ** min(count, 10))
 
     def due(self) -> list[int]:
         """The actors to restart now, each once."""
@@ -59,9 +59,6 @@ class RestartDelays:
     def forget(self, *rows: int) -> None:
         for row in rows:
             self._at.pop(row, None)
-
-    def clear(self) -> None:
-        self._at.clear()
 
 
 class Starts:

@@ -56,7 +56,7 @@ from coterie.runs.objects import name_of
 from coterie.runs.starting import Starting
 from coterie.runs.trust import SIGNATURE, open_run, sign
 from coterie.runs.validate import validate
-from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError, Spec, one_line
+from coterie.types import EXIT_INTERRUPTED, ConfigError, Spec, one_line
 
 __all__ = ["resume", "train"]
 _SAY_S = 5.0  # for the last line of a run that hangs
@@ -209,10 +209,8 @@ def _saved(asked: Config, folder: Path) -> tuple[Path, dict[str, Any], str]:
         raise ConfigError(f"--steps: the run already has {state['env_steps']:,} env steps; give a larger total")
     check_spec(folder, asked)
     made, when = state["env_steps"], time.strftime("%d %b %H:%M:%S", time.localtime(saved.stat().st_mtime))
-    lost = ""
-    with suppress(CoterieError):  # metrics that cannot be read keep no run from going on
-        later = max((line["env_steps"] for line in read_metrics(folder)), default=0) - made
-        lost = f"; {later:,} later ones are lost" if later > 0 else ""
+    later = max((line["env_steps"] for line in read_metrics(folder)), default=0) - made
+    lost = f"; {later:,} later ones are lost" if later > 0 else ""
     return saved, state, f"continuing from the checkpoint of {when}: {made:,} env steps{lost}"
 
 
@@ -266,6 +264,8 @@ def _run_here(run: Coordinator, learner: LearnerProcess, callbacks: Sequence[Giv
             learner.close()
         except Exception as error:  # of the user's own parts: it must not hide how the run ended
             run.log(f"a part of the run cannot be closed: {one_line(error)}")
+        ended.set()  # what is left to do is not training
+        guard.close()
 
     thread = threading.Thread(target=watch, name="coterie-watchdog", daemon=True)
     try:

@@ -210,8 +210,8 @@ class Supervisor:
         for child in self.children.values():
             child.kill()
         self.children.clear()
-        self.starts.forget(range(len(self.group.board.counts)))
-        self.back_off.clear()
+        self.starts.forget(rows := range(len(self.group.board.counts)))
+        self.back_off.forget(*rows)
         self.missed = None
 
     def _go_back(self, reason: str) -> str:
@@ -283,8 +283,8 @@ class Supervisor:
         if self.chaos is not None:
             self.chaos.close()  # an actor that is stopped could not leave
         self.run.board.close()
-        self.starts.forget(range(self.group.learners, len(self.run.board.counts)))
-        self.back_off.clear()
+        self.starts.forget(rows := range(self.group.learners, len(self.run.board.counts)))
+        self.back_off.forget(*rows)
         end = awake() + _LEAVE_S
         leaving = {child: row for row, child in self.children.items() if row >= self.group.learners}
         while leaving and awake() < end:

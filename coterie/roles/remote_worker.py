@@ -169,13 +169,13 @@ class RemoteSink:
 
     def __init__(self, session: Session, worker: WorkerOptions, layout: FrameLayout) -> None:
         self._connection = connection = session.connection
-        self.check, leave = FinishRollout(worker.leave, worker.finish_s), worker.leave
+        self._leave, self.check = worker.leave, FinishRollout(worker.leave, worker.finish_s)
         self.version, self.env_steps = -1, 0
         connect = partial(self._connect, "PushRollouts", layout, self.check)
         self._push = ReconnectingStream(connect, connection, self.check)
         self.info = Means()
         self._push.info = self.info.take
-        self._pull = ReconnectingStream(partial(self._connect_pull, leave), connection, leave)
+        self._pull = ReconnectingStream(partial(self._connect_pull, self.check), connection, self.check)
 
     def _connect(self, method: str, sends: FrameLayout, check: Callable[[], None]) -> Stream:
         self.version = -1  # the learner may have been restarted from a checkpoint
@@ -217,6 +217,7 @@ class RemoteSink:
         self.env_steps += rows
 
     def next(self) -> Recorder:
+        self._leave()  # between rollouts
         return self.first
 
     def deliver(self) -> None:
@@ -260,6 +261,6 @@ def _actor_config(base: ResolvedConfig, session: Session) -> tuple[ResolvedConfi
         raise CoterieError("the server sent no config: is it the same version of coterie?") from None
     env = replace(base.env, num_envs=session.run.env.num_envs, groups=run.env.groups)
     # The seed of its envs and actions. The network is made from the run's: it may have parts that are not trained.
-    mine = replace(_local_env(replace(run, env=env), session.run), seed=session.connection.hello["run_id"] >> 33)
+    mine = replace(_local_env(replace(run, env=env), session.run), seed=base.seed)
     # An env explores by its id among all envs of the run: the algorithm needs the run's number of envs.
     return replace(run, env=replace(mine.env, num_envs=run.env.num_envs)), mine

@@ -191,7 +191,7 @@ def mark_best(root: Path, path: Path, score: float) -> None:
 
 def _best(root: Path) -> tuple[Path | None, float | None]:
     """What best.json says, if its checkpoint is there."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    with suppress(FileNotFoundError, ValueError, KeyError, TypeError):  # others say nothing about the best one
         entry = json.loads((root / "best.json").read_text())
         if (path := root / entry["checkpoint"]) in _complete(root):  # and not ../../elsewhere
             return path, float(entry["score"])

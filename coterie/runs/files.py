@@ -94,7 +94,7 @@ def write_whole(path: Path, data: str | bytes, durable: bool = True) -> None:
         path.write_bytes(data.encode() if isinstance(data, str) else data)
         return
     path = path.resolve()  # a link stays one
-    draft = path.with_name(f".{path.name}")
+    draft = unlinked(path.with_name(f".{path.name}"))
     try:
         with draft.open("wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
@@ -113,6 +113,13 @@ def save(path: Path, data: str | bytes, option: str, durable: bool = False) -> P
     with writing(path, f"{option}: "):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, data, durable)
+    return path
+
+
+def unlinked(path: Path) -> Path:
+    """A file that is about to be written into a run's folder, where it must not be a link: that may lead anywhere."""
+    if path.is_symlink():
+        discard(path.parent, path.name)
     return path
 
 

@@ -24,7 +24,8 @@ from coterie.wire.auth import own_secret
 SIGNATURE = "signature"
 IMPORTED_BY_ACTORS = ("algorithm", *NETWORKS, "plugins.modules")  # of the learner's config
 _KEY = "COTERIE_TRUST_KEY"  # the key's file, in place of the one in the user's state folder
-_OLD_GYM = "GymV2"  # begins the ids of gymnasium that import what `env_id` in `env.kwargs` names
+# Envs that import what `env.kwargs` names: their ids begin so.
+_IMPORTING = ("GymV2", "coterie.tools.duel:", "gymnasium:", "gymnasium.")
 _UNUSABLE = (OSError, RuntimeError, ValueError)  # raised where there is no key; RuntimeError: no home folder
 
 
@@ -34,7 +35,7 @@ def code_of(config: Config) -> dict[str, str]:
     """
     found = {field: get(config, field) for field in ("preset", *FIELDS)}
     found = {field: name for field, name in found.items() if ":" in name or LAB in name}
-    if any(task.strip().startswith(_OLD_GYM) for task in config.env.id.split(",")):
+    if any(task.strip().startswith(_IMPORTING) for task in config.env.id.split(",")):
         found["env.kwargs"] = config.env.kwargs
     found |= {field: " ".join(get(config, field)) for field in ("callbacks", "plugins.modules")}
     if config.ray.runtime_env != Ray.runtime_env:

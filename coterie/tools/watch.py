@@ -16,7 +16,7 @@ from coterie.envs.make import make_rendered
 from coterie.envs.tasks import evaluation_env, task_config, tasks
 from coterie.extras import needs
 from coterie.plugins import NameOrObject, in_one_line, label
-from coterie.runs.files import discard
+from coterie.runs.files import discard, unlinked
 from coterie.types import ConfigError, CoterieError, reason_of
 
 _FPS = 30
@@ -33,8 +33,8 @@ def watch(
     with needs("watch", "video"):
         import imageio
     policy = load(folder, learner, trust=trust, **new)
-    path = Path(out) if out else policy.folder / "watch.mp4"
-    draft = path.parent / f".{path.name}"
+    path = Path(out) if out else unlinked(policy.folder / "watch.mp4")
+    draft = unlinked(path.parent / f".{path.name}")
     if path.is_dir():
         raise ConfigError(f"--out: {path} is a folder")
     first = tasks(policy.config.env.id)[0]

@@ -43,6 +43,8 @@ def make_keys(folder: str, hosts: list[str]) -> list[Path]:
         try:
             names.append(x509.IPAddress(ipaddress.ip_address(host)))
         except ValueError:
+            if not host or {*host} & {*":/[] "}:
+                raise ConfigError(f"keys: {host!r} is no name or address alone, without port or brackets") from None
             names.append(x509.DNSName(host))
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "coterie")])
     now = datetime.datetime.now(datetime.UTC)

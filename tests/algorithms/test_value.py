@@ -85,21 +85,6 @@ def test_importance_weights_scale_each_rows_loss():
     assert float(algorithm.loss(model, part).total.detach()) == pytest.approx(0.5 * float(huber) / 24, abs=1e-6)
 
 
-def test_c51s_loss_has_the_projected_target_and_its_value_is_the_mean():
-    algorithm, model = build(**VARIANTS["c51"])
-    batch = drawn(algorithm, model)[-1]
-    (part,) = batch.parts()
-    loss = algorithm.loss(model, part)
-    params = model(Inputs(batch.rows.obs, torch.ones(24, dtype=torch.bool), batch.rows.action, torch.zeros(24)))
-    probs = params[0].unflatten(-1, (4, 11)).softmax(-1)
-    values = (probs * torch.linspace(-2, 2, 11)).sum(-1)
-    torch.testing.assert_close(model.expected(params[0]), values)
-    torch.testing.assert_close(params[1], values.amax(-1))
-    assert (loss.priority >= 0).all()
-    entropy_of_target = float(loss.total.detach()) - float(loss.priority.mean())
-    assert 0 <= entropy_of_target <= np.log(11)
-
-
 @pytest.mark.parametrize(("intensity", "size"), [(8.0, 32), (0.5, 24), (1.0, 512)])
 def test_each_row_is_trained_on_as_often_as_the_intensity_says(intensity, size):
     algorithm, model = build(**{"q.intensity": intensity, "q.batch_size": size, "q.learn_start": 96})

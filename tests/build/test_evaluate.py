@@ -100,6 +100,8 @@ def test_a_policy_plays_in_other_envs_with_the_same_spaces(tmp_path, capsys, mon
     monkeypatch.setattr(Scaled, "step", lambda self, action: int("x"))
     with pytest.raises(CoterieError, match=r"^the episode of .*Scaled: ValueError: invalid literal .* \(.*, line"):
         watch(out)
+    first, *_, last = sorted((out / "checkpoints").glob("step_*"))
+    assert [load(path).step for path in (first, last, out)] == [0, load(out).step, load(last).step]
     with pytest.raises(ConfigError, match=r"for one env use policy\.act"):
         load(out)({"a": np.zeros(2), "b": 1})
     with pytest.raises(ConfigError, match=r"^obs: a dict with keys a, b is needed, not an array$"):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import coterie
 from coterie.algorithms.base import Compute, Loss
 from coterie.build.resources import resolve_config
 from coterie.exchange.solo import Solo
@@ -19,10 +20,13 @@ from coterie.instruments.norms import Norms
 from coterie.learner import Gradients
 from coterie.parallel.params import FlatParams
 from coterie.parallel.threads import Team
+from coterie.roles import entry
 from coterie.roles.learner_process import LearnerProcess
+from coterie.runs.metrics import read_metrics
 from tests.conftest import after, make_config
 from tests.exchange.gossip_harness import changes_of, crowd, distance, step
 from tests.exchange.harness import flat, make_setup, together
+from tests.support.runs import small_ppo
 
 # --- distance to consensus ---
 
@@ -201,3 +205,9 @@ def test_the_cosine_without_the_value_loss_is_of_the_loss_as_it_is_now():
     twin = next(observer.policy for observer in learner.observers if isinstance(observer, Norms))
     learner.close()
     assert twin.mean_square > 0
+
+
+def test_what_is_measured_now_and_then_is_in_the_lines_after_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(entry, "_GAUGES_S", 0.0)  # read at each report
+    coterie.train(small_ppo(tmp_path / "run", **{"log.norms": 10**6}), quiet=True)
+    assert any(name.startswith("norm/step/") for name in read_metrics(tmp_path / "run")[-1])

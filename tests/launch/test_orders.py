@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import signal
+from types import SimpleNamespace
 
 import pytest
 
+from coterie.launch import retries
 from coterie.launch.coordinator import Coordinator
+from coterie.launch.retries import RestartDelays
 from tests.launch.test_coordinator import now, run  # noqa: F401
 
 
@@ -15,6 +18,7 @@ def test_signals_of_one_cause_are_one(run: Coordinator, monkeypatch: pytest.Monk
     """A terminal that closes sends SIGHUP twice, and a sweep passes on a SIGTERM that its runs have received, too."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGTERM):
         run._on_signal(number)
+        assert run.board.stopping  # at once: an evaluation in this process polls nothing else
     run.signaled -= 60
     run._on_signal(signal.SIGHUP)
     assert run.signal == signal.SIGTERM
@@ -37,3 +41,13 @@ def test_a_part_is_not_late_while_its_learner_waits_for_others(run: Coordinator,
     now[0] += 0.2 * run.config.log.stall
     run.poll()
     assert run.retries.failed
+
+
+def test_the_delay_before_an_actor_that_keeps_dying_is_restarted_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    time, delays = [0.0], RestartDelays()
+    monkeypatch.setattr(retries, "time", SimpleNamespace(monotonic=lambda: time[0]))
+    for _ in range(1100):  # 2.0**1100 is no float
+        delays.died(3)
+        assert delays.due() == []
+        time[0] += 60
+        assert delays.due() == [3]

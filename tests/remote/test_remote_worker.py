@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from coterie.parallel.slots import Slots
 from coterie.parallel.weights import Weights
 from coterie.remote.admission import settings_of
 from coterie.remote.rollout_service import RolloutService
-from coterie.roles.remote_worker import WorkerOptions, run_actor, run_env_host
+from coterie.roles.remote_worker import WorkerOptions, _actor_config, run_actor, run_env_host
 from coterie.runs.config_io import replace, to_dict
 from coterie.types import CoterieError
 from coterie.wire.auth import offset
@@ -140,3 +141,10 @@ def test_remote_actors_explore_by_the_ladder_of_the_whole_run(serve: Serve):
         epsilon = 0.4 ** (1 + 7 * place / 15)
         probability = np.exp(log_prob)
         assert np.minimum(probability, 1 - probability) == pytest.approx(epsilon / 2, rel=0.01, abs=1e-5)
+
+
+def test_the_seed_of_an_actors_envs_is_the_commands_and_that_of_its_network_the_runs():
+    config = resolve_config(presets.make("impala", "CartPole-v1", learners=1, actors=1))
+    session: Any = SimpleNamespace(settings={"config": to_dict(config)}, run=config)
+    run, mine = _actor_config(replace(BASE, {"seed": 7}), session)
+    assert (run.seed, mine.seed) == (config.seed, 7)

@@ -119,6 +119,7 @@ def test_code_of_is_empty_for_built_in_parts(trained):
     assert not code_of(load_config(trained / "config.json"))
     built_in = {"env.id": "ALE/Pong-v5,pettingzoo/butterfly/pistonball_v6", "model.core": "lstm", "algorithm": "dqn"}
     assert code_of(replace(config.Config(), built_in)) == {}
+    assert "env.kwargs" in code_of(replace(config.Config(), {"env.id": "coterie.tools.duel:Duel"}))
 
 
 def test_pages_about_a_folder_import_nothing(foreign):
@@ -258,8 +259,7 @@ def test_only_envs_and_functions_that_make_one_are_called(foreign, env, kwargs, 
 
 
 def test_the_game_of_self_play_is_not_an_argument(foreign):
-    env = config.Env(id="selfplay/classic/tictactoe_v3", kwargs='{"game": "run.evil:main"}', num_envs=2)
-    make.make_spec(env, config.Atari())
+    make.make_spec(config.Env(id="selfplay/classic/tictactoe_v3", kwargs='{"game": "run.evil:main"}'), config.Atari())
 
 
 def test_the_folder_of_the_command_is_searched_last_and_only_for_named_code(monkeypatch, tmp_path):

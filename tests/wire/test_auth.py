@@ -210,6 +210,9 @@ def test_keys_that_cannot_be_made_are_refused(tmp_path: Path):
         make_keys(str(tmp_path / "file" / "keys"), [])
     with pytest.raises(ConfigError, match="münchen"):
         make_keys(str(tmp_path / "keys"), ["münchen"])
+    for host in ("learner.example:8765", "https://learner.example", "[::1]", ""):
+        with pytest.raises(ConfigError, match="is no name or address alone"):
+            make_keys(str(tmp_path / "keys"), [host])
 
 
 def test_a_missing_token_or_certificate_is_refused(tmp_path: Path):

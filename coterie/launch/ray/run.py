@@ -110,7 +110,9 @@ def _sites_of(folder: Path, config: Config) -> list[int]:
 
 def _from_anywhere(config: Config) -> Config:
     """With the paths of a new run's files, whatever folder its sites start in. All begin with the same weights."""
-    paths = {name: str(Path(path).absolute()) for name in ("bc.dataset", "replay.disk") if (path := get(config, name))}
+    names = "bc.dataset", "replay.disk", "ray.storage"
+    given = {name: path for name in names if (path := get(config, name)) and "://" not in path}
+    paths = {name: str(Path(path).expanduser().absolute()) for name, path in given.items()}
     if not Path(config.bc.dataset).is_dir():  # its name at Minari
         paths.pop("bc.dataset", None)
     if config.init_from:

@@ -10,7 +10,7 @@ from shlex import quote
 
 from coterie.build.policy import load
 from coterie.extras import missing
-from coterie.runs.files import save
+from coterie.runs.files import save, unlinked
 from coterie.tools.export.check import TOLERANCE, check
 from coterie.tools.export.describe import describe
 from coterie.tools.export.graph import Graph, to_onnx
@@ -31,9 +31,9 @@ def export(options: Namespace) -> int:
     onnx = to_onnx(graph)
     checked = check(policy, graph, onnx)
     about = json.dumps(describe(policy, graph, checked, options.learner), indent=1) + "\n"
-    folder = Path(options.out) if options.out else policy.folder / "export"
+    folder = Path(options.out) if options.out else unlinked(policy.folder / "export")
     for name, data in {**static, "policy.json": about.encode(), "policy.onnx": onnx}.items():
-        save(folder / name, data, "--out")
+        save(folder / name if options.out else unlinked(folder / name), data, "--out")
     inputs, outputs = (", ".join(port.name for port in ports) for ports in (graph.inputs, graph.outputs))
     print(f"{folder / 'policy.onnx'}: {inputs} -> {outputs}, {len(onnx):,} bytes")
     difference = f"differs from PyTorch by at most {checked.largest:.1e} ({TOLERANCE:.0e} is allowed)"

@@ -12,7 +12,7 @@ from coterie import __version__
 from coterie.build.policy import Policy
 from coterie.envs.pool import has_env, is_atari
 from coterie.envs.spaces import ActionMap
-from coterie.envs.tasks import task_config, tasks
+from coterie.envs.tasks import evaluation_env, task_config, tasks
 from coterie.runs.machine import version
 from coterie.runs.metrics import clean
 from coterie.tools.export.check import TOLERANCE, Checked
@@ -75,6 +75,6 @@ def _env(policy: Policy) -> dict[str, Any]:
         "kwargs": json.loads(config.env.kwargs),
         "action_repeat": config.env.action_repeat,
         "frames_per_step": spec.action_repeat,
-        "max_episode_steps": spec.max_episode_steps or None,
+        "max_episode_steps": evaluation_env(config).max_episode_steps or spec.max_episode_steps or None,
         **({"atari": atari} if is_atari(first) else {}),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor
@@ -102,7 +103,8 @@ class Comparison(Observer):
         )
 
     def _weights(self, there: Event, here: Event) -> str:
-        tensors = [name for name, a, b in zip(self.header["tensors"], there[1], here[1], strict=True) if a != b]
+        each = zip_longest(self.header["tensors"], there[1], here[1], fillvalue="a new tensor")
+        tensors = [name for name, a, b in each if a != b]
         shown = ", ".join(tensors[:3]) + (f" and {len(tensors) - 3} more" if len(tensors) > 3 else "")
         steps = f"learner steps {self.steps + 1} to {here[0]}"
         if there[0] != here[0]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -210,12 +211,13 @@ def as_recorded(config: ResolvedConfig, life: RecordedLife) -> ResolvedConfig:
     """The config with what the recording processes had, and with sections that `switch` may change."""
     header, kind = life.header, acting_kind(config)
     sections = {name: copy(getattr(config, name)) for name in EDITABLE}
+    sections["env"] = replace(config.env, replace_budget=sys.maxsize)  # those of hours may follow in one
     sections["optim"] = replace(config.optim, chunk=config.optim.chunk or header["chunk"])
     names, begins = ["steps", "torch_threads", "precision", "device"], header.get("init_from", "")
     # Groups may depend on the cores of a learner or a host, and each has its own random numbers.
     opened = [group for _, _, group, start, *_ in life.of("open") if start >= 0]  # not by a remote host
     if opened or not kind.has_children:
-        sections["env"] = replace(config.env, groups=1 + max(opened) if opened else header["groups"])
+        sections["env"] = replace(sections["env"], groups=1 + max(opened) if opened else header["groups"])
     return replace(config, init_from=begins, **sections, **{name: header[name] for name in names})
 
 

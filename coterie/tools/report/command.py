@@ -6,7 +6,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from coterie.runs.files import save
+from coterie.runs.files import save, unlinked
 from coterie.tools.report.dashboard import serve
 from coterie.tools.report.page import LARGEST_VIDEO, of_runs
 from coterie.tools.report.runs import find_runs
@@ -25,7 +25,7 @@ def report(options: Namespace) -> int:
         path, *_ = watch(run.folder, trust=options.trust)
         if path.stat().st_size > LARGEST_VIDEO:
             print(f"coterie: {path} has more than {LARGEST_VIDEO >> 20} MiB: the page is without it", file=sys.stderr)
-    out = Path(options.out) if options.out else run.folder / "report.html"
+    out = Path(options.out) if options.out else unlinked(run.folder / "report.html")
     print(save(out, of_runs(runs, run.title).html(), "--out"))
     return 0
 

@@ -84,6 +84,6 @@ def _changes(run: RecordedRun) -> Table | None:
 def _video(run: RecordedRun) -> tuple[str, str] | None:
     """The video that `coterie watch` left in the run's folder."""
     path = run.folder / "watch.mp4"
-    if not path.exists() or path.stat().st_size > LARGEST_VIDEO:
+    if path.is_symlink() or not path.exists() or path.stat().st_size > LARGEST_VIDEO:
         return None
     return base64.b64encode(path.read_bytes()).decode(), f"An episode of {run.folder.name} ({run.env})"

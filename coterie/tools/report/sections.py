@@ -81,7 +81,8 @@ def evaluations(methods: Sequence[Method]) -> list[Chart]:
                     curves.append(Line(f"{method.label}, seed {run.seed}", x, y, *around))
         if curves:
             text = "Bands: one standard error over the episodes of an evaluation."
-            found.append(lines(f"{env}: evaluations", curves, "env steps", "return of evaluation episodes", text))
+            unit = "score over all tasks" if len(tasks(env)) > 1 else "return of evaluation episodes"
+            found.append(lines(f"{env}: evaluations", curves, "env steps", unit, text))
     return found
 
 

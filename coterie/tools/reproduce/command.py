@@ -104,11 +104,11 @@ def _reproduce(order: Order, at_once: int, dry: bool, refuse: Refuse) -> int:
     if code == EXIT_INTERRUPTED:
         return code
     results, missing = gather(plans)
-    if evaluate(figure, results) == EXIT_INTERRUPTED:
-        return EXIT_INTERRUPTED
+    if (scored := evaluate(figure, results)) == EXIT_INTERRUPTED:
+        return scored
     for path in _write(order, results, missing):
         print(path)
-    return code
+    return code or scored
 
 
 def _write(order: Order, results: Sequence[ArmResult], missing: Sequence[str]) -> list[Path]:
@@ -119,7 +119,7 @@ def _write(order: Order, results: Sequence[ArmResult], missing: Sequence[str]) -
     envs = ", ".join(dict.fromkeys(env for result in results for env in result.envs)) or ", ".join(size.envs)
     seeds = f"{size.seeds} seed{'s' * (size.seeds > 1)}"
     each = f"{size.steps:,} env steps of each run, {seeds}" if size.steps else f"{size.seconds:g} s of each measurement"
-    verdict, checks = decide(figure, results)
+    verdict, checks = decide(figure, results, size.seeds)
     facts = [
         f"Verdict: {verdict}.",
         f"Claim: {figure.claim}",

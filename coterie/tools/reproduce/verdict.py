@@ -19,9 +19,11 @@ from coterie.tools.reproduce.special import convergence
 ENOUGH = 3  # runs a side
 
 
-def decide(figure: Figure, results: Sequence[ArmResult]) -> tuple[str, Table]:
-    """`differs` if any check is reversed, `agrees` if all hold, else `undecided`; and a table of the checks."""
-    rows = [row for check in figure.checks for row in _rows(figure, check, results)]
+def decide(figure: Figure, results: Sequence[ArmResult], seeds: int = 0) -> tuple[str, Table]:
+    """`differs` if any check is reversed, `agrees` if all hold, else `undecided`; and a table of the checks. `seeds`:
+    how many runs there should be of each arm and env.
+    """
+    rows = [row for check in figure.checks for row in _rows(figure, check, results, seeds)]
     outcomes = {row[-1] for row in rows}
     word = "differs" if "reversed" in outcomes else "agrees" if outcomes == {"holds"} else "undecided"
     head = ["measure", "env", "above", "its runs", "below", "its runs", "outcome"]
@@ -49,19 +51,20 @@ def compared(figure: Figure, check: Check, results: Sequence[ArmResult]) -> list
     return [(a, b) for a in above for b in below if a.arm.point == b.arm.point or not by_value]
 
 
-def _rows(figure: Figure, check: Check, results: Sequence[ArmResult]) -> Iterator[list[str]]:
+def _rows(figure: Figure, check: Check, results: Sequence[ArmResult], seeds: int) -> Iterator[list[str]]:
     measure = convergence(results)[0] if check.measure == "convergent" else MEASURES[check.measure]
     for a, b in compared(figure, check, results):
         for env in all_envs(results):
-            above, below = _values(check.above, a, env, measure), _values(check.below, b, env, measure)
+            above, below = (_values(side, r, env, measure, seeds) for side, r in ((check.above, a), (check.below, b)))
             runs = [", ".join(map(number, values)) if r.runs else "-" for r, values in ((a, above), (b, below))]
             yield [measure.what, env, _name(a), runs[0], _name(b), runs[1], outcome(above, below, check.or_equal)]
 
 
-def _values(side: str | float, result: ArmResult, env: str, measure: Measure) -> list[float]:
+def _values(side: str | float, result: ArmResult, env: str, measure: Measure, seeds: int) -> list[float]:
     if not isinstance(side, str):
         return [side] * ENOUGH
-    return [measure.of(run) if run.finished else math.nan for run in result.of(env)]
+    found = [measure.of(run) if run.finished else math.nan for run in result.of(env)]
+    return found + [math.nan] * (seeds - len(found))  # those that did not start
 
 
 def _name(result: ArmResult) -> str:

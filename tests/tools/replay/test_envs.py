@@ -6,6 +6,7 @@ import pytest
 
 from coterie.flight.record import read_life
 from coterie.roles.callbacks import Callback
+from coterie.runs.config_io import load_config, replace, save_config
 from tests.tools.replay.test_replay import LAYOUTS, assert_equal, replayed, run
 
 ENV = {"env.id": "tests.support.mortal_env:Mortal", "env.threads": 1, "env.on_error": "replace"}
@@ -35,4 +36,5 @@ def test_envs_that_failed_and_died_are_replaced_again_and_attributes_are_set_aga
     assert max(answers) > 19  # those that died
     assert events(folder, "set")
     monkeypatch.setenv("REPLAYED", "1")
+    save_config(folder / "config.json", replace(load_config(folder / "config.json"), {"env.replace_budget": 1}))
     assert_equal(replayed(folder))

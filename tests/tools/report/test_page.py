@@ -27,6 +27,7 @@ AXES = (
     (r".+: return per step", "env steps", RETURN),
     (r".+: return per second", "seconds", RETURN),
     (r".+: return per kilojoule", "energy of the machine, kJ", RETURN),
+    (r".+,.+: evaluations", "env steps", "score over all tasks"),
     (r".+: evaluations", "env steps", "return of evaluation episodes"),
     (r"Final scores: .+", r"return|human-normalized score \(0 random, 1 human\)", "method"),
     (r"Policy lag: .+", "age of the acting weights, learner steps", "env steps"),
@@ -197,6 +198,16 @@ def test_errors_of_report_compare_and_dashboard_are_one_line(tmp_path, capsys):
         err = capsys.readouterr().err
         assert why in err
         assert len(err.splitlines()) == 1
+
+
+def test_links_in_a_folder_from_elsewhere_are_not_written_through_nor_read(tmp_path, capsys):
+    (run, mine), drafts = (record(tmp_path / "run", "ppo"), tmp_path / "mine"), (".report.html", "report.html")
+    mine.write_text("not to be lost")
+    for name in (*drafts, "watch.mp4"):
+        (run / name).symlink_to(mine)
+    assert main(["report", str(run)]) == 0
+    assert mine.read_text() == "not to be lost"
+    assert "An episode of" not in (run / "report.html").read_text()
 
 
 @needs_browser
