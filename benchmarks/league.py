@@ -1,4 +1,4 @@
-"""Train every preset of benchmarks/league.toml as a user types it, and draw the page of what they learned.
+"""Train every preset of benchmarks/league.toml with its default options, and draw the page of what they learned.
 
     python benchmarks/league.py list [PATTERN ...]  what is done, begun and left
     python benchmarks/league.py run [PATTERN ...]   train what is left, one run at a time, at idle priority

@@ -18,8 +18,8 @@ SOURCES = tomllib.loads((Path(__file__).parent / "published.toml").read_text())[
 TITLES = {"mujoco": "MuJoCo"}
 HEAD = """# The league
 
-Presets on a list of environments, as a user types them: `python benchmarks/league.py run`. {done} of {total} runs are
-done; the others, most Atari games among them, are not started or not finished. A score is the mean return of greedy
+Presets with their default options on a list of environments: `python benchmarks/league.py run`. {done} of {total} runs
+are done; the others, most Atari games among them, are not started or not finished. A score is the mean return of greedy
 episodes with the last weights, its interquartile mean over seeds and the 95% bootstrap interval of that. Some defaults
 were chosen by runs on these environments and with some of these seeds ([presets](../reference/presets.md), [what did
 not learn](learning.md#what-did-not-learn)), so expect less elsewhere. [Conditions](#conditions) are at the end.

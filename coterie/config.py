@@ -2,7 +2,7 @@
 
 Every field is a command-line option, `--SECTION.FIELD VALUE`; the comment beside it is its help, and its type has its
 range. Units: "env steps" are agent decisions, of all envs and learners of the run unless a comment says otherwise;
-"learner steps" are optimizer steps of one learner. A rollout is `algo.unroll_length` steps of each env of a group.
+"learner steps" are optimizer steps of one learner. An unroll is T steps of one env, a rollout the unrolls of several.
 """
 
 from __future__ import annotations
@@ -162,9 +162,9 @@ class VTrace:
     pg_rho_bar: NaturalFloat = 1.0  # clip of the importance weight of the policy gradient
     q_from: Literal["target", "value"] = "target"  # q_s = r + gamma v_{s+1}, or r + gamma V(x_{s+1})
     loss: Literal["mean", "sum"] = "mean"  # over batch and time; the learning rates of the papers depend on it
-    minibatch: Natural = 0  # rollouts of one env in an optimizer step, replayed ones too; 0: as many as are in a batch
-    replay_capacity: Natural = 0  # rollouts of one env kept for replay, first in first out; 0: no replay
-    replay_share: Decay = 0.5  # share of replayed rollouts in an optimizer step; IMPALA has 0.5
+    minibatch: Natural = 0  # unrolls in an optimizer step, replayed ones too; 0: as many as are in a batch
+    replay_capacity: Natural = 0  # unrolls kept for replay, first in first out; 0: no replay
+    replay_share: Decay = 0.5  # share of replayed unrolls in an optimizer step; IMPALA has 0.5
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class BC:
 class Decoupled:
     """Decoupled acting: actor processes with their own copy of the policy."""
 
-    batch_size: Natural = 0  # B: single-env rollouts in a learner's batch; 0: one per env
+    batch_size: Natural = 0  # B: unrolls in a learner's batch; 0: one per env
     queue: Natural = 1  # finished batches that may wait for the learner
     publish_every: Positive = 1  # learner steps between updates of the actors' weights
     lockstep: bool = False  # actors and learner take turns: no policy lag, reproducible
@@ -253,7 +253,7 @@ class Decoupled:
 class Central:
     """Central acting: env hosts step envs, the learner chooses the actions."""
 
-    batch_size: Natural = 0  # B: single-env rollouts in a learner's batch; 0: one per env
+    batch_size: Natural = 0  # B: unrolls in a learner's batch; 0: one per env
     queue: Natural = 1  # finished batches that may wait for the learner
     lockstep: bool = False  # act for all envs at once, with the newest weights: reproducible
     restarts: Natural = 100  # of dead or hung env hosts that are allowed in an hour; the next one ends the run

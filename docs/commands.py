@@ -29,7 +29,7 @@ def row(argument: Argument) -> str:
 
 
 def section(name: str, command: Command) -> str:
-    text = f"## {name}\n\n```text\ncoterie {name} {command.usage}".rstrip() + "\n```\n\n"
+    text = f"## coterie {name}\n\n```text\ncoterie {name} {command.usage}".rstrip() + "\n```\n\n"
     text += f"{command.help[0].upper()}{command.help[1:]}.\n"
     if command.options:
         text += "\n| argument | meaning [default] |\n|---|---|\n" + "\n".join(map(row, command.options)) + "\n"

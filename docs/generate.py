@@ -79,10 +79,10 @@ comparison with other values is recorded. A value without a source is the defaul
 {NOTE}
 ## Ours, or the paper's
 
-Env steps of a run by default, in millions. **Bold**: set up for this budget or a larger one, and but for `impala` and
-`a3c` as in a paper, or nearly so. The others have our settings, for a few cores. Those *in italics*, bold or not, have
-not been shown to learn such environments with their defaults; [the league](../results/league.md) has what was learned.
-Continuous control means MuJoCo. At its start a run says which it is.
+Env steps of a run by default, in millions. With 10 million or more the settings are a paper's, or nearly so, and made
+for this budget or a larger one (`impala` and `a3c`: ours). With fewer they are ours, for a few cores. "Not shown": the
+preset has not been shown to learn such environments with its defaults; [the league](../results/league.md) has what was
+learned. Continuous control means MuJoCo. A run says at its start which of these it is.
 """
 
 GIVEN = ("Policy", "Run")  # classes whose objects a user gets, and does not make
@@ -258,8 +258,8 @@ def budgets() -> str:
     for name in presets.PRESETS:
         steps = [columns(name)[f].get("steps", Config().steps) / 1e6 if f in columns(name) else None for f in FAMILIES]
         shown = [presets.is_shown(name, KINDS[f]) for f in FAMILIES]
-        marks = ["**" * ((n or 0) >= 10) + "*" * (not known) for n, known in zip(steps, shown, strict=True)]
-        cells = ["-" if n is None else f"{m}{n:,g}{m}" for n, m in zip(steps, marks, strict=True)]
+        notes = ["" if known else ", not shown" for known in shown]
+        cells = ["-" if n is None else f"{n:,g}{note}" for n, note in zip(steps, notes, strict=True)]
         rows.append(f"| [{name}](#{name}) | {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
 

@@ -120,7 +120,7 @@ AnyBatch = Batch[Any]
 
 
 class AlgorithmBase:
-    """Class-level facts the program reads, and defaults for all algorithms. They add `act`, `batches` and `loss`."""
+    """Class attributes that Coterie reads, and defaults for all algorithms. They add `act`, `batches` and `loss`."""
 
     on_policy: ClassVar[bool] = False
     value_based: ClassVar[bool] = False  # the network outputs action values

@@ -47,7 +47,7 @@ _CONNECT = "address of the run's learner 0; on another machine it needs --wire.t
 class Command:
     """A command: what follows its name, what it does, and its own options. `settings`: it takes the config's options,
     too, after the name of a preset or without one. `run`: the `module:function` of the package that runs it; default:
-    the function of cli/main.py with its name.
+    the function of cli/commands.py with its name.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ def _client(help: str) -> Command:
         arg("--patience", type=float, default=600.0, help="seconds to keep trying while the learner cannot be reached"),
         arg("--seed", type=int, help="default: random"),
         settings="alone",
-        run="cli.main:work",
+        run="cli.commands:work",
     )
 
 
@@ -94,7 +94,7 @@ COMMANDS = {
         *_POLICY,
         arg("--episodes", type=int, default=100, help="episodes to play"),
         _JSON,
-        run="cli.main:evaluate",
+        run="cli.commands:evaluate",
     ),
     "watch": Command(
         "RUN [--out FILE.mp4]",
@@ -170,7 +170,7 @@ COMMANDS = {
         arg("--machines", type=int, help="machines of learners, with allreduce or gossip; default: 1"),
         arg("--cores", type=int, help="cores of each; default: this machine's"),
         arg("--gpus", type=int, help="GPUs of each; default: 0. Needs services that were measured on a GPU"),
-        arg("--hosts", type=int, help="machines for actors or env hosts, of env.num_envs envs each; default: 0"),
+        arg("--hosts", type=int, help="machines for actors or env hosts (env.num_envs on each); default: 0"),
         arg("--host-cores", type=int, help="cores of each; default: --cores"),
         arg("--latency", type=float, help="seconds one way between two machines; default: 0"),
         arg("--bandwidth", type=float, help="bytes/s into and out of a machine of learners; default: no limit"),

@@ -76,7 +76,7 @@ def train(
 
     Without a config the run is a preset's with these settings: `train(env=MyEnv, steps=100_000)`; without an env, too,
     it is on the preset's own, mostly Pong-v5. `callbacks`: a name, class or instance, or several, besides the config's;
-    `starting`: of a process that began earlier and handles signals itself: an interrupted run returns its summary, too.
+    `starting`: for the command line, which began earlier and handles signals; an interrupted run then returns, too.
     """
     if config is None:
         config = presets.make(preset, **settings)

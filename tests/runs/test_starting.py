@@ -57,3 +57,11 @@ def test_the_command_says_that_it_imports_torch(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
     assert done.stdout.splitlines()[-1] == "starting: importing torch"
     assert (done.returncode, done.stderr) == (1, "coterie: no torch\n")
+
+
+def test_help_is_there_before_settings_presets_and_envs_are_loaded() -> None:
+    heavy = "{'coterie.config', 'gymnasium', 'psutil', 'torch'} & sys.modules.keys()"
+    code = f"import sys; from coterie.cli.main import main; main(['--help']); sys.exit(str({heavy} or ''))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("coterie: distributed deep")
+    assert done.stderr.strip() == ""
