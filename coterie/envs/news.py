@@ -56,6 +56,7 @@ class EnvNews(NamedTuple):
 
     failures: list[str]  # lines for the log, with tracebacks
     info: Means
+    warnings: Sequence[str] = ()  # of the failures, those that are also shown on the screen
 
 
 def first_time(places: set[str], reason: str) -> str:

@@ -169,7 +169,7 @@ class Coordinator:
         news = report if isinstance(report, EnvNews) else report.news
         reasons = *news.failures, *self.info.add(news.info)
         for text in (first_time(self.places, reason) for reason in reasons):  # of all processes
-            (self.log if "\n" in text else self.writer.log)(text)
+            (self.log if "\n" in text or text in news.warnings else self.writer.log)(text)
 
     def poll(self) -> None:
         """Do the work that is due. Called after every message, and between messages if there are several processes."""

@@ -222,14 +222,14 @@ class LearnerProcess:
 
     def news(self) -> EnvNews:
         """News of its envs, of remote ones and of their clients."""
-        (failures, info), (clients, remote) = self.acting.news(), self.servers.news()
+        (failures, info, _), (clients, remote, _) = self.acting.news(), self.servers.news()
         info.add(remote)
         outliers = []
         if (count := self._outliers) and not self._outliers_said:
             self._outliers_said = True
             outliers = [f"{counted(count, 'observation')} far from the mean: clamped or left out by the normalizer"]
         warnings = [line] if (line := self.algorithm.warning()) else []
-        return EnvNews(failures + clients + outliers + warnings, info)
+        return EnvNews(failures + clients + outliers + warnings, info, warnings)
 
     @property
     def _outliers(self) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 import signal
 from types import SimpleNamespace
 
 import pytest
 
+from coterie.envs.news import EnvNews, Means
 from coterie.launch import retries
 from coterie.launch.coordinator import Coordinator
 from coterie.launch.retries import RestartDelays
@@ -51,3 +53,14 @@ def test_the_delay_before_an_actor_that_keeps_dying_is_restarted_has_a_limit(mon
         assert delays.due() == []
         time[0] += 60
         assert delays.due() == [3]
+
+
+def test_a_warning_of_an_algorithm_is_shown_and_other_news_are_logged_only(run: Coordinator) -> None:  # noqa: F811
+    shown = list[str]()
+    run.display.note = shown.append  # type: ignore[method-assign]
+    run.receive(0, "report", EnvNews(["a client has left", "too narrow"], Means(), ["too narrow"]))
+    assert shown == ["too narrow"]
+    assert re.findall(r"a client has left|too narrow", (run.folder / "log.txt").read_text()) == [
+        "a client has left",
+        "too narrow",
+    ]
