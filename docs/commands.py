@@ -20,9 +20,9 @@ def cell(text: str) -> str:
 def row(argument: Argument) -> str:
     """One line of a command's table."""
     names, about = argument
-    value = about.get("metavar") or ("" if "action" in about or "type" in about else "TEXT")
+    value = about.get("metavar") or ("" if about.get("action") == "store_true" else "TEXT")
     if not names[0].startswith("-"):
-        return f"| `{names[0].upper()}` | {cell(about.get('help', 'a folder'))} |"
+        return f"| `{names[0].upper()}` | {cell(about['help'])} |"
     option = " or ".join(f"`{name}{f' {cell(value)}' if value else ''}`" for name in names if "_" not in name)
     more = "; repeatable" if about.get("action") == "append" and "repeatable" not in about["help"] else ""
     return f"| {option} | {cell(about['help'])}{more} |"

@@ -26,7 +26,8 @@ else
 fi
 srun --nodes=1 --ntasks=1 --nodelist="$HEAD" "${learn[@]}" &
 learner=$!
-srun --nodes=$((SLURM_NNODES - 1)) --exclude="$HEAD" coterie envs --connect "$HEAD:$PORT" --env "$ENV" \
+others=$((SLURM_NNODES - 1))               # named as tasks, too: sbatch has set SLURM_NTASKS for all nodes
+srun --nodes=$others --ntasks=$others --exclude="$HEAD" coterie envs --connect "$HEAD:$PORT" --env "$ENV" \
   --env.num-envs 64 --wire.token-file "$KEYS/token" --wire.cert "$KEYS/cert.pem" &
 wait $learner
 code=$?

@@ -35,7 +35,7 @@ FETCHED = (
     r'<(?:script|img|iframe|video|source)\b[^>]*\bsrc="([^"]*)"|<link\b[^>]*\bhref="([^"]*)"|url\(["\']?([^"\')]*)'
 )
 FAKES = {
-    "srun": 'while [ "$1" != coterie ]; do shift; done\nexec "$@"',
+    "srun": 'echo "$*" | grep -q -e "--ntasks=1 " || exit 1\nwhile [ "$1" != coterie ]; do shift; done\nexec "$@"',
     "scontrol": 'echo "$@" > requeued',
     "coterie": f'exec {sys.executable} -m coterie "$@"',
 }

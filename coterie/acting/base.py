@@ -37,10 +37,9 @@ class Acting(Protocol):
 
     def publish(self, version: int) -> None: ...  # the weights of learner step `version`
     def rollouts(self, refresh: Callable[[], None]) -> Iterator[Rollout]: ...
+    def counts(self) -> dict[str, int]: ...  # since it began, see `COUNTS`: "produced", "dropped", "replaced"; once
+    # closed also "in_flight", the valid rows that it finds in its memory and has not handed to the learner
     def close(self) -> None: ...
-
-    def counts(self) -> dict[str, int]:  # since it began, see `COUNTS`: "produced", "dropped", "replaced"; once closed
-        return {}  # also "in_flight", the valid rows that it finds in its memory and has not handed to the learner
 
     def rest(self) -> int:  # block until acting is idle; returns the number of waiting batches (for benchmarks)
         return 0

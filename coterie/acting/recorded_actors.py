@@ -137,6 +137,9 @@ class RecordedActors(Acting):
             self.actors[key] = RecordedActor(self.setup, key, self.history, self.versions[key])
         return self.actors[key]
 
+    def counts(self) -> dict[str, int]:
+        return {}
+
     def close(self) -> None:
         for actor in self.actors.values():
             actor.loop.close()

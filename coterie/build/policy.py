@@ -24,6 +24,7 @@ from coterie.models.build import Network
 from coterie.plugins import EVAL_SETTINGS, GIVEN
 from coterie.presets.common import flat
 from coterie.runs import checkpoint
+from coterie.runs.files import read
 from coterie.runs.manifest import MANIFEST
 from coterie.runs.trust import open_run
 from coterie.types import MASK, ConfigError, CoterieError, Obs, Spec, entries, reason_of
@@ -39,8 +40,7 @@ class Policy:
     its bounds. With an LSTM the state is kept between calls for a fixed B; `reset(done)` clears it for the envs that
     begin again. A net trained with `model.last_action_reward` also needs `reward` `[B]`, and where the env has its
     action mask in info or a method, `action_mask` `[B, choices]`. Actions of a Dict or Tuple space
-    have its structure, with arrays as leaves. `act`
-    is the same for a single env.
+    have its structure, with arrays as leaves. `act` is the same for a single env.
     """
 
     def __init__(self, folder: Path, config: Config, spec: Spec, step: int, model: Network) -> None:
@@ -137,13 +137,27 @@ def load(folder: str | Path, learner: str | int = "0", *, trust: bool = False, *
     names even if its folder was not made by this user (docs/explanation/security.md).
     """
     folder = Path(folder).expanduser()
-    chosen = folder.absolute() if (folder / MANIFEST).is_file() else None
-    folder = chosen.parents[1] if chosen else folder
-    config, root = open_run(folder, flat(new), trust, (*GIVEN, *EVAL_SETTINGS)), folder / "checkpoints"
-    if (path := chosen or checkpoint.best(root)[0] or checkpoint.latest(root)) is None:
-        raise ConfigError(f"RUN: {folder} has no complete checkpoint yet")
+    if chosen := own_checkpoint(folder):
+        folder = chosen.parent.parent
+        if chosen.parent.name != "checkpoints":
+            raise ConfigError(f"RUN: {chosen} is a checkpoint outside of its run's folder")
+    config = open_run(folder, flat(new), trust, (*GIVEN, *EVAL_SETTINGS))
+    path = chosen or checkpoint_of(folder, "RUN")
     tensors, state = checkpoint.load(path, ends=WEIGHTS)
     return policy_of(folder, config, weights_of(tensors, str(learner)), int(state["env_steps"]), path)
+
+
+def own_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint that a folder is, if it is one."""
+    return folder.resolve() if read(folder, (folder / MANIFEST).is_file) else None
+
+
+def checkpoint_of(folder: Path, field: str) -> Path:
+    """A run's best checkpoint, or its last. Raises a `ConfigError` that begins with `field` if there is none."""
+    root = folder / "checkpoints"
+    if (path := checkpoint.best(root)[0] or checkpoint.latest(root)) is None:
+        raise ConfigError(f"{field}: {folder} has no complete checkpoint yet")
+    return path.absolute()
 
 
 def policy_of(folder: Path, config: Config, weights: dict[str, Tensor], step: int, path: Path) -> Policy:

@@ -8,13 +8,12 @@ from pathlib import Path
 import torch
 
 from coterie.build.factory import make_model
-from coterie.build.policy import WEIGHTS, weights_of
+from coterie.build.policy import WEIGHTS, checkpoint_of, own_checkpoint, weights_of
 from coterie.config import Config
 from coterie.models.build import Network
 from coterie.models.heads import NoisyLinear, Normalizer
 from coterie.runs import checkpoint
 from coterie.runs.files import read_json
-from coterie.runs.manifest import MANIFEST
 from coterie.types import ConfigError, Spec
 
 # Names of a network's tensors that mean an action, and of those whose shapes may depend on the actions.
@@ -34,14 +33,9 @@ def source_of(folder: Path) -> Path:
     """A run's best checkpoint, or its last; a checkpoint is its own. While that run trains these change. Raises a
     `ConfigError` if there is none.
     """
-    root = (folder := folder.expanduser()) / "checkpoints"
-    if not folder.is_dir():
+    if not (folder := folder.expanduser()).is_dir():
         raise ConfigError(f"init_from: {folder}: there is no such folder")
-    if (folder / MANIFEST).is_file():
-        return folder.absolute()
-    if (path := checkpoint.best(root)[0] or checkpoint.latest(root)) is None:
-        raise ConfigError(f"init_from: {folder} has no complete checkpoint")
-    return path.absolute()
+    return own_checkpoint(folder) or checkpoint_of(folder, "init_from")
 
 
 def begin_from(folder: Path, model: Network, elsewhere: bool = False, given: Collection[str] = ()) -> str:

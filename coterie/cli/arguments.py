@@ -196,13 +196,19 @@ COMMANDS = {
     "keys": Command(
         "DIR [--host NAME]",
         "make the token and TLS files for remote clients",
-        arg("folder"),
-        arg("--host", action="append", default=[], help="name or address of the run's machine; repeatable"),
+        arg("folder", help="folder for the files, which is made"),
+        arg(
+            "--host",
+            action="append",
+            default=[],
+            metavar="NAME",
+            help="name or address of the run's machine; repeatable",
+        ),
     ),
     "list": Command(
         "[envs|presets|matrix] [PATTERN]",
         "what is available",
-        arg("what", nargs="?", choices=("envs", "presets", "matrix")),
+        arg("what", nargs="?", choices=("envs", "presets", "matrix"), help="what to list; default: a summary"),
         arg("pattern", nargs="?", default="", help="only lines with this text"),
         run="cli.listing:listing",
     ),
@@ -219,7 +225,9 @@ COMMANDS = {
     ),
     "doctor": Command("", "check this machine and this installation", run="cli.doctor:doctor"),
     "completion": Command(
-        "bash|zsh|fish", 'completion: eval "$(coterie completion bash)"', arg("shell", choices=("bash", "zsh", "fish"))
+        "bash|zsh|fish",
+        'completion: eval "$(coterie completion bash)"',
+        arg("shell", choices=("bash", "zsh", "fish"), help="of your terminal"),
     ),
 }
 HELP = """coterie: distributed deep reinforcement learning

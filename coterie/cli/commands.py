@@ -18,7 +18,7 @@ from coterie.cli.options import as_toml, config_of, possible, words_of
 from coterie.config import Config
 from coterie.extras import needs
 from coterie.parallel.processes import start_server
-from coterie.parallel.signals import on_signals
+from coterie.parallel.signals import is_second, on_signals
 from coterie.runs.metrics import file_name
 from coterie.runs.starting import Starting, gc_paused
 from coterie.types import ConfigError
@@ -148,7 +148,7 @@ def work(options: Namespace, rest: list[str]) -> int:
     from coterie.wire.auth import read_token, split
     from coterie.wire.client import Endpoint, RunEnded
 
-    changes, signals = read_options(rest), list[int]()
+    changes, signals = read_options(rest), list[float]()  # the times of signals to leave
     if "env.id" not in changes:
         raise ConfigError("--env: name the run's environment")
     for name in ("env.num_envs", "env.groups") if options.command == "actor" else ():
@@ -169,9 +169,9 @@ def work(options: Namespace, rest: list[str]) -> int:
             raise Stopped
 
     def note(number: signal.Signals) -> None:
-        if number in signals:  # the env may hang, so that nothing calls `leave`
+        signals.append(time.monotonic())
+        if len(signals) > 1 and is_second(number, signals[-1] - signals[0]):  # a hanging env does not call `leave`
             raise KeyboardInterrupt
-        signals.append(number)
 
     report = partial(print, flush=True)
     report(f"connecting to {options.connect}")

@@ -105,8 +105,7 @@ class Reports:
         rows = {"steps": stepped, "episodes": ended, "off": False}[self._which] & ~self._ignored
         given = {name: x[rows & (np.abs(x) <= _LARGEST)] for name, x in info.items()}
         with self._lock:
-            lines = self._info.add({name: (float(x.sum()), len(x)) for name, x in given.items() if len(x)})
-            self._reasons.extend(lines)
+            self._reasons.extend(self._info.add({k: (float(x.sum()), len(x)) for k, x in given.items() if len(x)}))
 
     def take(self) -> EnvNews:
         """Replaced envs (the last 50) and numbers in info, since the last call."""

@@ -27,6 +27,7 @@ class Norms(Observer):
         if env_steps < self.next:
             return
         self.next = env_steps + self.every
+        self.found = {}
         whole, self.before = self.params.grad, self.params.data.clone()  # nothing is clipped yet
         self._each("gradient", whole)
         self._each("weights", self.before)
@@ -44,8 +45,7 @@ class Norms(Observer):
             self.before = None
 
     def gauges(self) -> dict[str, float]:
-        found, self.found = self.found, {}
-        return found
+        return self.found
 
     def _gradient(self, algorithm: AnyAlgorithm, batch: AnyBatch) -> Tensor:
         """The gradient of a batch in a new tensor, besides what `params.grad` holds."""

@@ -167,8 +167,7 @@ class Coordinator:
         elif isinstance(report, LearnerReport):
             self.ledger.take(row, report)
         news = report if isinstance(report, EnvNews) else report.news
-        reasons = *news.failures, *self.info.add(news.info)
-        for text in (first_time(self.places, reason) for reason in reasons):  # of all processes
+        for text in (first_time(self.places, reason) for reason in (*news.failures, *self.info.add(news.info))):
             (self.log if "\n" in text or text in news.warnings else self.writer.log)(text)
 
     def poll(self) -> None:
@@ -295,6 +294,7 @@ class Coordinator:
             self.last_checkpoint = -math.inf
         elif self.signal is None:
             self.signal, self.signaled = number, time.monotonic()
-            self.board.stop(resumes=bool(self.interrupted))  # an evaluation in this process looks at it
+            if self.interrupted:
+                self.board.stop(resumes=True)  # an evaluation in this process looks at it
         elif is_second(number, time.monotonic() - self.signaled):
             raise KeyboardInterrupt

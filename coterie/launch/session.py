@@ -264,7 +264,11 @@ def _run_here(run: Coordinator, learner: LearnerProcess, callbacks: Sequence[Giv
             learner.close()
         except Exception as error:  # of the user's own parts: it must not hide how the run ended
             run.log(f"a part of the run cannot be closed: {one_line(error)}")
-        ended.set()  # what is left to do is not training
+        finally:
+            unwatched()
+
+    def unwatched() -> None:  # what is left to do is not training
+        ended.set()
         guard.close()
 
     thread = threading.Thread(target=watch, name="coterie-watchdog", daemon=True)
@@ -274,8 +278,7 @@ def _run_here(run: Coordinator, learner: LearnerProcess, callbacks: Sequence[Giv
         service = LearnerService(learner, run.folder, partial(run.receive, 0), callbacks=callbacks)
         return run.go(service.run, close)
     finally:
-        ended.set()
-        guard.close()
+        unwatched()
 
 
 def _link(config: ResolvedConfig, spec: Spec, resumed: bool, starting: Starting) -> Link | None:
@@ -284,7 +287,6 @@ def _link(config: ResolvedConfig, spec: Spec, resumed: bool, starting: Starting)
     if not (kind.link and kind.address(config)):
         return None
     starting.doing(f"connecting to the run at {kind.address(config)}")
-
     model = make_model(config, spec)
     net = Net(network_digest(model), len(FlatParams(model).data), max(1, normalizers(config, model).size))
     made: Link = named("link", kind.link)(config, net, resumed, starting.say)

@@ -212,8 +212,7 @@ class LearnerService:
         counts, cost, now = self.learner.keep(), time.thread_time() - begin, time.monotonic()
         self.next_report = now + max(self.every, cost / _KEEP_SHARE)
         if now - self.gauged > _GAUGES_S:
-            self.gauged = now
-            self.gauges |= self.learner.gauges()  # some have been measured only now and then
+            self.gauged, self.gauges = now, self.learner.gauges()
         content = LearnerReport(
             self.episodes, progress.metrics, progress.batches, dict(progress.lags), progress.lag_by_row,
             progress.rollouts, self.learner.news(), dict(self.learner.stages.seconds),

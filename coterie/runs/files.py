@@ -119,7 +119,7 @@ def save(path: Path, data: str | bytes, option: str, durable: bool = False) -> P
 def unlinked(path: Path) -> Path:
     """A file that is about to be written into a run's folder, where it must not be a link: that may lead anywhere."""
     if path.is_symlink():
-        discard(path.parent, path.name)
+        path.unlink()
     return path
 
 

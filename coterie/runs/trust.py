@@ -97,8 +97,9 @@ def sign(folder: Path, config: Config) -> str:
 
 def _is_signed(folder: Path, code: Mapping[str, str]) -> bool:
     with suppress(*_UNUSABLE):
-        found = (folder / SIGNATURE).read_bytes().strip()
-        return hmac.compare_digest(found, _digest(_key(), code).encode())
+        found, key = (folder / SIGNATURE).read_bytes().strip(), _key()
+        before = {field: name for field, name in code.items() if field != "env.kwargs"}  # until 30 November 2026
+        return any(hmac.compare_digest(found, _digest(key, names).encode()) for names in (code, before))
     return False
 
 

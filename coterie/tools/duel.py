@@ -44,7 +44,7 @@ def frozen(folder: Path, name: str) -> Any:
 
 class Duel(gymnasium.Env[Any, Any]):
     """Our side of `game`, drawn for each episode like the opponent: with probability `newest` the newest of the pool,
-    otherwise any. `game`: PettingZoo's, such as classic/chess_v6, or package.module:callable that makes one of its API.
+    otherwise any. `game`: PettingZoo's, such as classic/go_v5, or package.module:callable that makes one of its API.
     """
 
     def __init__(self, game: str, newest: float = 0.5, **kwargs: Any) -> None:

@@ -170,8 +170,9 @@ def test_of_white_noise_the_cosine_is_the_root_of_a_half_and_of_one_direction_it
     assert found["norm/gradient/weight"] == pytest.approx(float(whole.norm()), rel=1e-5)
     assert found["norm/step/weight"] == pytest.approx(math.sqrt(20_000), rel=1e-4)
     for env_steps, due in ((9, False), (10, True)):
+        before = norms.gauges()
         norms.gradient(env_steps, batch, batch)
-        assert bool(norms.gauges()) == due
+        assert (norms.gauges() is not before) == due
     batch.half = lambda: batch
     norms.gradient(20, batch, batch)
     assert "cosine/half" not in norms.gauges()  # of a batch that has no half, which would be 1

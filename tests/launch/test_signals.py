@@ -98,7 +98,7 @@ def test_a_second_signal_ends_a_run_at_once(capsys, meddler):
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
             sent.append(time.monotonic())
-            time.sleep(2)  # two signals that come before the first is handled are one
+            time.sleep(2 * (len(sent) < 2))  # two signals that come before the first is handled are one
 
     assert meddler.run(decoupled_options(meddler.out, **{**ENDLESS, "env.delay": 60}), interrupt_twice) == 1
     assert time.monotonic() - sent[1] < 30

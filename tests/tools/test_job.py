@@ -18,13 +18,18 @@ def test_a_second_ctrl_c_ends_the_runs_at_once(tmp_path, monkeypatch):
         begun.append(subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL))
         with begun[0].stdout as said:
             said.readline()
-        for wait in (0.1, 1.5):
-            threading.Timer(wait, os.kill, (os.getpid(), signal.SIGINT)).start()
+        for timer in timers:
+            timer.start()
         return begun[0]
 
+    timers = [threading.Timer(wait, os.kill, (os.getpid(), signal.SIGINT)) for wait in (0.1, 1.5)]
     begun: list[subprocess.Popen[bytes]] = []
     monkeypatch.setattr(Job, "start", start)
-    assert run_jobs([Job("a", ("ppo",), tmp_path / "run")], 1) == 75
+    try:
+        assert run_jobs([Job("a", ("ppo",), tmp_path / "run")], 1) == 75
+    finally:
+        for timer in timers:
+            timer.cancel()  # or it interrupts the tests
     assert begun[0].returncode == -signal.SIGINT
 
 

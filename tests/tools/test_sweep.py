@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,12 +55,12 @@ def test_runs_of_a_sweep_that_is_killed_stop_with_a_checkpoint(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     sweep = Command([*TRAIN, "--steps", "10_000_000", "--out", str(tmp_path / "run"), "--seeds", "0..1"], tmp_path)
     metrics = tmp_path / "run-seed0" / "metrics.jsonl"
-    sweep.until(lambda: metrics.exists() and metrics.stat().st_size > 0, "it trains")
-    sweep.process.kill()
-    sweep.process.wait()
-    wait_until(lambda: not sweep.processes(), what="its run ends")
-    assert checkpoint.latest(tmp_path / "run-seed0" / "checkpoints") is not None
-    sweep.close()
+    with closing(sweep):
+        sweep.until(lambda: metrics.exists() and metrics.stat().st_size > 0, "it trains")
+        sweep.process.kill()
+        sweep.process.wait()
+        wait_until(lambda: not sweep.processes(), what="its run ends")
+        assert checkpoint.latest(tmp_path / "run-seed0" / "checkpoints") is not None
 
 
 def test_a_grid_has_every_combination(tmp_path):

@@ -93,7 +93,7 @@ def test_a_silent_server_is_given_up(serve: Serve):
     with channel_to(served.address) as channel:
         stream = connect(channel)
         stream.silence = 0.4
-        time.sleep(1.5)  # without a question: no silence
+        time.sleep(0.9)  # without a question: no silence
         stream.send(arrays())
         begin = time.monotonic()
         with pytest.raises(ConnectionLost, match=r"no frame for 0\.4 s"):
@@ -133,10 +133,10 @@ def test_a_client_receives_heartbeats_while_it_waits(serve: Serve):
     served = serve(limits=Limits(heartbeat_s=0.1))
     served.service.late = True
     with channel_to(served.address) as channel:
-        stream = connect(channel, silence=1.0)
+        stream = connect(channel, silence=2.0)
         stream.send(arrays())
         asked, answer = served.service.asked.get(timeout=WAIT_S)
-        threading.Timer(1.5, answer, (asked, 4)).start()
+        threading.Timer(2.5, answer, (asked, 4)).start()
         assert stream.receive()[1] == 4
         stream.close()
 

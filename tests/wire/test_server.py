@@ -146,7 +146,7 @@ def test_a_stream_that_ends_at_once_is_not_counted_as_refused(serve: Serve):
 
 
 def test_a_client_that_falls_silent_is_closed_where_others_wait_for_it(serve: Serve, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(EchoStream, "patience", 2.0)
+    monkeypatch.setattr(EchoStream, "patience", 1.0)
     monkeypatch.setattr(EchoStream, "about", "4 envs")
     served = serve()
     with channel_to(served.address) as channel:
@@ -160,6 +160,6 @@ def test_a_client_that_falls_silent_is_closed_where_others_wait_for_it(serve: Se
         with pytest.raises(ConnectionLost):
             stream.receive()
         stream.close()
-    closed = "a local client is closed: it has sent nothing for 2 s, while others wait for it: 4 envs"
+    closed = "a local client is closed: it has sent nothing for 1 s, while others wait for it: 4 envs"
     assert served.lines == ["a local client has joined: 4 envs", closed, "a local client has left: 4 envs"]
     assert not served.server.refused

@@ -113,7 +113,7 @@ def _from_anywhere(config: Config) -> Config:
     names = "bc.dataset", "replay.disk", "ray.storage"
     given = {name: path for name in names if (path := get(config, name)) and "://" not in path}
     paths = {name: str(Path(path).expanduser().absolute()) for name, path in given.items()}
-    if not Path(config.bc.dataset).is_dir():  # its name at Minari
+    if not Path(config.bc.dataset).expanduser().is_dir():  # its name at Minari
         paths.pop("bc.dataset", None)
     if config.init_from:
         paths["init_from"] = str(source_of(Path(config.init_from)))

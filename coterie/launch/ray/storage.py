@@ -27,7 +27,7 @@ class Storage:
 
     def __init__(self, given: str, folder: Path, resumed: bool, doing: Callable[[str], None], held: ExitStack) -> None:
         given = given.rstrip("/")
-        self.url, self._folder = given if "://" in given else str(Path(given or folder).expanduser().absolute()), folder
+        self.url, self._folder = given if "://" in given else str(Path(given or folder).absolute()), folder
         self._down: Mirror | None = None
         if "://" not in given and Path(self.url).resolve() == folder.resolve():
             return

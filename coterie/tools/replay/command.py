@@ -24,7 +24,7 @@ from coterie.roles.life import digest_of_state
 from coterie.runs import checkpoint
 from coterie.runs.checkpoint import Tensors
 from coterie.runs.config_io import read_options, replace
-from coterie.runs.files import save
+from coterie.runs.files import save, unlinked
 from coterie.runs.trust import open_run
 from coterie.runs.validate import validate
 from coterie.tools.replay.asked import ReplayRequest, Together, no_step
@@ -45,7 +45,8 @@ def replay(options: Namespace) -> int:
     if options.export_step is not None:
         if at is not None:
             raise ConfigError("--export-step: --break-at cannot be given, too")
-        path = Path(options.out or folder / f"learner_step_{options.export_step}.safetensors")
+        own = folder / f"learner_step_{options.export_step}.safetensors"
+        path = Path(options.out) if options.out else unlinked(own)
         if path.is_dir():
             raise ConfigError(f"--out: {path} is a folder")
         at, call = options.export_step, partial(_export, path)

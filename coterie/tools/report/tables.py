@@ -60,10 +60,13 @@ def changes(run: RecordedRun, default: dict[str, Any]) -> Table | None:
     rows = [
         [name, option_text(default.get(name)), option_text(value)]
         for name, value in run.config.items()
-        if value != (preset := default.get(name)) and name not in ("seed", "out") and preset != "auto"
-        if preset != 0 or name not in ("env.num_envs", "env.threads", "env.groups")  # 0: auto, too
+        if value != default.get(name) and name not in ("seed", "out") and not _is_auto(name, default.get(name))
     ]
     return Table(f"Changed from preset {run.preset}", ["option", "preset", "here"], rows) if rows else None
+
+
+def _is_auto(name: str, value: Any) -> bool:
+    return value == "auto" or (name in ("env.num_envs", "env.threads", "env.groups") and value == 0)
 
 
 def checklist(methods: Sequence[Method]) -> Table:

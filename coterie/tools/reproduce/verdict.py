@@ -19,7 +19,7 @@ from coterie.tools.reproduce.special import convergence
 ENOUGH = 3  # runs a side
 
 
-def decide(figure: Figure, results: Sequence[ArmResult], seeds: int = 0) -> tuple[str, Table]:
+def decide(figure: Figure, results: Sequence[ArmResult], seeds: int) -> tuple[str, Table]:
     """`differs` if any check is reversed, `agrees` if all hold, else `undecided`; and a table of the checks. `seeds`:
     how many runs there should be of each arm and env.
     """

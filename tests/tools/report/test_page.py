@@ -200,7 +200,11 @@ def test_errors_of_report_compare_and_dashboard_are_one_line(tmp_path, capsys):
         assert len(err.splitlines()) == 1
 
 
-def test_links_in_a_folder_from_elsewhere_are_not_written_through_nor_read(tmp_path, capsys):
+def reading_only() -> None:
+    raise PermissionError("not your folder")
+
+
+def test_links_in_a_folder_from_elsewhere_are_not_written_through_nor_read(tmp_path, monkeypatch):
     (run, mine), drafts = (record(tmp_path / "run", "ppo"), tmp_path / "mine"), (".report.html", "report.html")
     mine.write_text("not to be lost")
     for name in (*drafts, "watch.mp4"):
@@ -208,6 +212,11 @@ def test_links_in_a_folder_from_elsewhere_are_not_written_through_nor_read(tmp_p
     assert main(["report", str(run)]) == 0
     assert mine.read_text() == "not to be lost"
     assert "An episode of" not in (run / "report.html").read_text()
+    (run / "report.html").unlink()
+    (run / "report.html").symlink_to(mine)
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: reading_only())  # its folder is somebody else's
+    assert main(["report", str(run)]) == 1
+    assert mine.read_text() == "not to be lost"
 
 
 @needs_browser

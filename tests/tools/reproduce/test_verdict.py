@@ -27,10 +27,12 @@ def test_a_check_holds_if_every_run_has_more_than_every_other():
     ],
 )
 def test_a_verdict_is_that_of_all_checks_where_they_compare(name, numbers, word, unfinished):
-    made = results(FIGURES[name], FIGURES[name].sizes["small"], **numbers)
-    assert decide(FIGURES[name], made)[0] == word
+    size = FIGURES[name].sizes["small"]
+    made = results(FIGURES[name], size, **numbers)
+    assert decide(FIGURES[name], made, size.seeds)[0] == word
+    assert decide(FIGURES[name], made, size.seeds + 1)[0] == "undecided"  # one did not start
     del made[-1].runs[0].lines[-1], made[-1].runs[0].summary["status"]
-    assert decide(FIGURES[name], made)[0] == unfinished
+    assert decide(FIGURES[name], made, size.seeds)[0] == unfinished
 
 
 @pytest.mark.parametrize("figure", FIGURES.values(), ids=FIGURES)
