@@ -100,7 +100,7 @@ COMMANDS = {
         "RUN [--out FILE.mp4]",
         "record an episode",
         *_POLICY,
-        arg("--out", default="", help="FILE.mp4; default: RUN/watch.mp4"),
+        arg("--out", default="", help="FILE.mp4 or .gif; default: RUN/watch.mp4"),
     ),
     "report": Command(
         "RUN [--video]",

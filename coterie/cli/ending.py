@@ -105,7 +105,10 @@ def progress(episodes: int) -> Callable[[int, int], bool]:
         nonlocal printed
         if (now := time.monotonic()) - printed >= PROGRESS_S:
             printed = now
-            print_to_stderr(f"{min(done, episodes)} of {counted(episodes, 'episode')}, {steps:,} env steps so far")
+            limit = "" if done else " (--env.max-episode-steps N limits an episode)"
+            print_to_stderr(
+                f"{min(done, episodes)} of {counted(episodes, 'episode')}, {steps:,} env steps so far{limit}"
+            )
         return False
 
     return tell

@@ -51,7 +51,7 @@ def parts_of(call: str, answer: Any, parts: Sequence[str]) -> Any:
 def number(reward: Any) -> float:
     """A reward."""
     try:
-        return float(reward)
+        return float(reward.item() if isinstance(reward, np.ndarray) else reward)
     except (TypeError, ValueError):
         raise CoterieError(f"step must return a number as its reward, not {reward!r}") from None
 

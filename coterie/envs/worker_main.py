@@ -77,7 +77,7 @@ class Worker:
     def _set_attributes(self, i: int) -> None:
         for name, value in self.setup["attributes"].items():
             if not self.instances[i].env.set_wrapper_attr(name, deepcopy(value), force=False):
-                raise AttributeError(f"set_env: the env has no attribute {name!r}")
+                raise CoterieError(f"set_env: the env has no attribute {name!r}")
 
     def _go_on(self, i: int, reset: bool) -> None:
         if i in self.new:

@@ -26,7 +26,7 @@ def beyond_its_steps(config: ResolvedConfig) -> str:
     rows = kind.unroll_length(config) * acting_kind(config).batch_size(config) * config.learners
     if rows <= config.steps:
         return ""
-    return f"steps: {config.steps:,} is less than one batch of rollouts: the run ends after {rows:,} or more"
+    return f"steps: {config.steps:,} is less than one batch of rollouts: the run ends after about {rows:,}"
 
 
 def crowded(config: ResolvedConfig) -> str:

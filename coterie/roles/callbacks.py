@@ -129,10 +129,12 @@ class Run:
         """Write a line to the screen and to log.txt."""
         self._post("said", line)
 
-    def record(self, name: str, value: SupportsFloat) -> None:
+    def record(self, name: str, value: SupportsFloat | None) -> None:
         """Make `value` the metric `custom/NAME` of each line of metrics until the next call, and of one after the last
-        call of the run.
+        call of the run. None: there is no value yet.
         """
+        if value is None:
+            return
         try:
             self.recorded[f"custom/{name}"] = float(value)
         except (TypeError, ValueError, RuntimeError):

@@ -282,7 +282,7 @@ def _options(args: list[str]) -> dict[str, list[str]]:
             name = field_name(given, value if equals else after, "--")
             values = options[name] = [value] if equals else []
         elif values is None or (re.match(r"-[A-Za-z]", arg) and arg not in ("-inf", "-nan")):
-            raise ConfigError(f"{shown(arg)} is not an option; options are --SECTION.FIELD VALUE or --env ID")
+            raise ConfigError(f"{shown(arg)} is not an option; options are --SECTION.FIELD VALUE, and envs --env ID")
         else:
             values.append(arg)
     return options

@@ -71,6 +71,7 @@ class Display:
         self.best = -math.inf if best is None else best
         self.begin = time.monotonic()
         self.shown = -math.inf
+        self.said = -1  # env steps of the last line
 
     def __enter__(self) -> Display:
         self.begin = time.monotonic()
@@ -87,7 +88,8 @@ class Display:
 
     def __exit__(self, *error: object) -> None:
         if self.live is None:
-            self._show()
+            if self.status["env_steps"] != self.said:
+                self._show()
         else:
             self.starting.show(self.live.stop)  # with the last state
             self.live = None
@@ -172,6 +174,7 @@ class Display:
 
     def _show(self) -> None:
         if self.live is None:
+            self.said = self.status["env_steps"]
             self.note(self.line())
         elif not self._draws:  # else the terminal is slow, or is not read
             self._draws = True

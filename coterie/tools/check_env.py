@@ -62,6 +62,8 @@ def check_env(
 
 def command(options: Namespace) -> int:
     asked = Env(options.env, options.backend, options.num_envs, kwargs=options.kwargs)
+    if options.steps < 1:
+        raise ConfigError(f"--steps: {options.steps} must be at least 1")
     print(f"{options.env}: resets and {options.steps:,} random steps ...", file=sys.stderr)
     says = f": {options.env} does not answer, in its constructor, reset or step, as below"
     with closing(StallGuard(_HANGS_S, says)) as guard:
@@ -155,7 +157,7 @@ def _followed(call: Callable[..., Any], alive: Callable[[], None]) -> Callable[.
 
 def _play(backend: Backend, alive: Callable[[], None]) -> Iterator[StepResults]:
     """What follows a reset, and each random action after it."""
-    ids, rng, spec = np.arange(backend.num_instances, dtype=np.int32), np.random.default_rng(1), backend.spec
+    ids, rng, spec = np.arange(backend.num_instances, dtype=np.int32), np.random.default_rng((1, 0xC0)), backend.spec
     backend.reset(ids)
     for k in count():
         answer = backend.recv()

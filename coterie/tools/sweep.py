@@ -168,4 +168,5 @@ def progress(jobs: Sequence[Job], done: int, whole: int) -> str:
         with suppress(CoterieError, IndexError):  # a line that is being written, or none yet
             last = [line for line in read_metrics(job.folder) if "env_steps_per_s" in line][-1]
             steps, rate = steps + last["env_steps"], rate + (last["env_steps_per_s"] or 0.0)
-    return f"{done} of {whole} done, {len(jobs)} running: {steps:,} env steps so far, {rate:,.0f} env steps/s in all"
+    so_far = f": {steps:,} env steps so far, {rate:,.0f} env steps/s in all" if steps else ""
+    return f"{done} of {whole} done, {len(jobs)} running{so_far}"

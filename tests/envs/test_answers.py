@@ -10,6 +10,7 @@ from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 
 from coterie import config
+from coterie.envs import answers
 from coterie.envs.local import LocalBackend
 from coterie.types import CoterieError
 from tests.envs.env_harness import make, play
@@ -210,3 +211,7 @@ def test_a_reset_that_takes_no_seed_is_told_the_new_form_unless_the_envs_code_ca
 
 def test_an_argument_that_is_missing_in_the_users_code_is_a_bug():
     told("unnamed", r"cannot be made: TypeError: .*missing 1 required positional argument: 'call' \(.*, in unnamed\)")
+
+
+def test_a_reward_may_be_an_array_of_one_number():
+    assert answers.number(np.array([2.5])) == answers.number(np.float32(2.5)) == 2.5

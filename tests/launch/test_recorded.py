@@ -17,6 +17,7 @@ class Odd(coterie.Callback):
 
     def on_rollout(self, run):
         run.record("odd", math.nan)
+        run.record("unknown yet", None)
         if run.env_steps > 100:
             run.record("word", "two")
 
@@ -28,4 +29,5 @@ def test_what_a_callback_records_that_is_no_number(tmp_path):
         coterie.train(config, callbacks=[Odd], quiet=True)
     lines = read_metrics(tmp_path / "run")
     assert lines[-1]["custom/odd"] is None
+    assert "custom/unknown yet" not in lines[-1]
     assert "mean_return" in lines[-1]  # no further line that has only what is new

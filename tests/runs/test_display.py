@@ -74,15 +74,22 @@ def test_a_log_gets_a_short_line_every_thirty_seconds(clock: Clock) -> None:
         clock.now += 1
         shown.update({**STATUS, "env_steps": 777}, force=True)
         shown.note("a [note] that stays")
+        shown.update({**STATUS, "env_steps": 778})
     lines = text_of(shown).splitlines()
     assert lines[0] == "ppo x Pong-v5"
     counts = [line.split()[0] for line in lines[1:]]
-    assert counts == ["5", "35", "65", "777", "a", "777"], "and the last state at the end"
+    assert counts == ["5", "35", "65", "777", "a", "778"], "and the last state at the end"
     assert lines[-2] == "a [note] that stays"
     assert lines[-1] == (
-        "777 of 1,000,000 env steps, 956.3 steps/s, return 23.4, eval 25.0 (best 25.0), 2 envs replaced, ETA 0:17:24"
+        "778 of 1,000,000 env steps, 956.3 steps/s, return 23.4, eval 25.0 (best 25.0), 2 envs replaced, ETA 0:17:24"
     )
     assert "\x1b" not in text_of(shown)
+
+
+def test_the_last_line_of_a_log_is_not_there_twice(clock: Clock) -> None:
+    with Display(1000, "title", console=console()) as shown:
+        shown.update({**STATUS, "env_steps": 777}, force=True)
+    assert text_of(shown).count("777 of 1,000") == 1
 
 
 def test_a_log_has_no_progress_and_the_panel_names_the_step_before_the_first_rollout(clock: Clock) -> None:

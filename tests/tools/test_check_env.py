@@ -128,3 +128,4 @@ def test_the_command_says_what_it_saw_and_has_three_exit_codes(capsys):
     main(mixed)
     assert "\naction: mixed, (4, 3, 2) and 2 numbers\n" in capsys.readouterr().out
     assert main(["check-env", "nowhere:Env"]) == 2
+    assert main(["check-env", "Catch-v0", "--steps", "0"]) == 2

@@ -53,9 +53,10 @@ def returns(methods: Sequence[Method], about: str = "") -> list[Chart]:
     for env in _envs(methods):
         unit = "score over all tasks" if len(tasks(env)) > 1 else "return, mean of the last 100 episodes"
         for label, per, series in AXES:
-            curves = []
+            curves, short = [], 0
             for method in methods:
                 grid, each = on_grid([series(run, run.score) for run in method.on(env)])
+                short += len(method.on(env)) - len(each)
                 if len(grid) > 1:
                     what = "runs" if _repeats(method, env) else "seeds"
                     seeds = f", {len(each)} {what}" if len(each) > 1 else ""
@@ -63,7 +64,8 @@ def returns(methods: Sequence[Method], about: str = "") -> list[Chart]:
             if curves:
                 banded = any(curve.low is not None and np.isfinite(curve.low).any() for curve in curves)
                 text = "Mean over seeds, as far as all of them went; the band is a 95% bootstrap interval of that mean."
-                found.append(lines(f"{about}{env}: return per {per}", curves, label, unit, text * banded))
+                missing = f" Not drawn: {short} of the runs, with fewer than two values." * (short > 0)
+                found.append(lines(f"{about}{env}: return per {per}", curves, label, unit, text * banded + missing))
     return found
 
 
