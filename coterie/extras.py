@@ -11,7 +11,7 @@ from coterie.types import ConfigError
 EXTRAS = {
     "envpool": "fast C++ environments: Atari, Box2D, MuJoCo, classic control, ViZDoom and more",
     "gym": "gymnasium's Box2D and MuJoCo environments",
-    "pettingzoo": "environments of several agents: PettingZoo's Butterfly, and Classic but for chess and cards",
+    "pettingzoo": "environments of several agents: PettingZoo's Butterfly, and Classic except chess and card games",
     "video": "watch, and videos on pages",
     "plots": "report, compare, dashboard, reproduce",
     "ray": "--launch ray",

@@ -60,7 +60,7 @@ def _unpickled(field: str, pickled: re.Match[str]) -> Any:
         again = "env=..." if field == "env.id" else f'**{{"{field}": ...}}'
         raise ConfigError(
             f"{field}: {text} was an object of a Python process that has ended; give it again, as in "
-            f"coterie.load(RUN, {again}), coterie.resume or evaluate_run; if it is in a file: --{field} module:Class"
+            f"coterie.load(RUN, {again}); coterie.resume and coterie.evaluate_run take it, too"
         )
     about = folder.lstat()
     if about.st_uid != os.getuid() or not stat.S_ISDIR(about.st_mode) or about.st_mode & 0o077:

@@ -2,7 +2,7 @@
 
 Two critics, a policy of squashed normals, and a learned temperature, all in one flat vector of weights, so that every
 exchange between learners averages or mixes them as it does any network's. Policy, critics and temperature take their
-steps at once, from the same weights; the papers' code takes them one after another.
+steps at once, from the same weights; public code takes them one after another.
 
 With decoupled or central acting and several learners this is SEED RL's distributed SAC (its code's `agents/sac`).
 """
@@ -33,7 +33,7 @@ from coterie.parallel.graphs import recordable
 from coterie.replay.transitions import Transitions
 from coterie.types import AgentOutput, Inputs, Obs, ObsSpec, Spec, entries, from_entries
 
-_LOG_STD = (-20.0, 2.0)  # the range of the paper's code
+_LOG_STD = (-20.0, 2.0)  # the range of public code
 _LOG_2PI = math.log(2 * math.pi)
 
 
@@ -197,7 +197,8 @@ class SAC(ReplayLearning[Transitions]):
     @recordable
     def loss(self, model: Model, batch: ReplayBatch[Transitions]) -> Loss:
         """Critics: the squared error to r + discount (min Q'(s', a') - alpha log pi(a'|s')) (equations 5 and 6).
-        Policy: alpha log pi(a|s) - min Q(s, a) (equation 9). Temperature: equation 18.
+        Policy: alpha log pi(a|s) - min Q(s, a) (equation 9). Temperature: equation 18 with log alpha
+        in place of alpha, as in public code.
         """
         rows, net = batch.rows, cast(SACNetwork, model)
         target, alpha = cast(Critics, self.target), net.log_alpha.exp().detach()

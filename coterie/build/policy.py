@@ -149,7 +149,9 @@ def load(folder: str | Path, learner: str | int = "0", *, trust: bool = False, *
 
 def own_checkpoint(folder: Path) -> Path | None:
     """The checkpoint that a folder is, if it is one."""
-    return folder.resolve() if read(folder, (folder / MANIFEST).is_file) else None
+    here = folder.absolute()
+    there = here if here.parent.name == "checkpoints" else here.resolve()
+    return there if read(folder, (folder / MANIFEST).is_file) else None
 
 
 def checkpoint_of(folder: Path, field: str) -> Path:

@@ -227,7 +227,7 @@ COMMANDS = {
     "completion": Command(
         "bash|zsh|fish",
         'completion: eval "$(coterie completion bash)"',
-        arg("shell", choices=("bash", "zsh", "fish"), help="of your terminal"),
+        arg("shell", choices=("bash", "zsh", "fish"), help="your terminal's shell"),
     ),
 }
 HELP = """coterie: distributed deep reinforcement learning

@@ -33,7 +33,7 @@ from coterie.parallel.signals import end_with_parent, ignore_signals
 from coterie.plugins import raised
 from coterie.types import CoterieError
 
-_EXIT_S = 3.0  # for the envs to close once the parent is gone
+_EXIT_S = 6.0  # for the envs to close once the parent is gone
 
 
 class Worker:

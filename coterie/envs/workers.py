@@ -33,7 +33,7 @@ from coterie.types import Array, ConfigError, CoterieError
 
 _START_S = 60.0  # for a worker to start, on top of the time-out
 _POLL_S = 1.0  # between checks of the clock while the workers are silent
-_CLOSE_S = 3.0  # for all workers to close their envs; then they are killed
+_CLOSE_S = 6.0  # for all workers to close their envs; then they are killed
 
 
 @functools.lru_cache(maxsize=32)

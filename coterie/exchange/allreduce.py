@@ -3,8 +3,7 @@
 A2C and PPO on several devices (Accelerated Methods; GALA's baseline, its footnote 2): L learners of b simulators
 learn as one learner of L x b, where the loss is a mean over rows and nothing is normalized within a learner. The
 message with the gradient also carries everything else that they decide together: whether a gradient is unusable, rows
-begun, an order to save, the end. Left out: overlap with the backward pass, which on one machine would save a part of a
-cost that is below a tenth already.
+begun, an order to save, the end. Left out: overlap with the backward pass, which would save a part of a tenth.
 
 The learners of a machine add up in shared memory (shared_sum.py), and where each has a GPU, with NCCL. Learners of
 several machines sum twice: those of one machine among themselves, then the first of each machine with the first ones of
@@ -184,6 +183,7 @@ class AllReduce(Solo):
         with self.waiting():
             if self.nccl and tensor.is_cuda:
                 dist.all_reduce(tensor)
+                tensor[-1:].tolist()  # NCCL has only been asked: the host waits for the others here
             elif self.sums is not None:
                 self.sums.add_up(tensor)
 

@@ -294,7 +294,6 @@ class Coordinator:
             self.last_checkpoint = -math.inf
         elif self.signal is None:
             self.signal, self.signaled = number, time.monotonic()
-            if self.interrupted:
-                self.board.stop(resumes=True)  # an evaluation in this process looks at it
+            self.board.stop(resumes=bool(self.interrupted))  # an evaluation in this process looks at it
         elif is_second(number, time.monotonic() - self.signaled):
             raise KeyboardInterrupt

@@ -139,7 +139,9 @@ class Residual(nn.Module):
 
 
 def _resnet(name: str, image: Image, hwc: bool, scale: float) -> Torso:
-    """IMPALA's deep net: stages of conv, max-pool and two residual blocks."""
+    """IMPALA's deep net: stages of conv, max-pool (padded on both sides; TensorFlow: at the end) and two residual
+    blocks.
+    """
     channels, *sides = image
     layers: list[nn.Module] = []
     for out in _RESNETS[name]:

@@ -4,8 +4,8 @@ A rule works on any slice: what `state(param[at])` made belongs to that slice. T
 moving averages: `rmsprop` g / (sqrt(ms) + eps) and `adam` (eps added after bias correction,
 https://arxiv.org/abs/1412.6980) are PyTorch's; `rmsprop_tf` g / sqrt(ms + eps) and `adam_eps_hat` (eps added to the
 uncorrected sqrt(v), the "epsilon hat" of that paper's section 2) are TensorFlow's and Lasagne's. With the large
-eps of IMPALA or the value methods they differ much. Left out: momentum, weight decay, centered RMSProp: no paper here
-uses them.
+eps of IMPALA or the value methods they differ much. Left out: momentum and weight decay, which no paper here
+uses, and centered RMSProp, which only Ape-X does.
 """
 
 from __future__ import annotations

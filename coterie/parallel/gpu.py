@@ -6,7 +6,7 @@ On the CPU nothing here does anything.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 
 import torch
@@ -38,6 +38,9 @@ class Pinned:
         if device.type == "cuda":
             cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             self.done = int(cudart.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)) == 0
+            if not self.done:  # the refusal is pending: the next kernel, which finds it, must be this one
+                with suppress(RuntimeError):
+                    torch.ones(1, device=device).add_(1)
 
     def close(self) -> None:
         if self.done:

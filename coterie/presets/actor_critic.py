@@ -86,7 +86,8 @@ def ppo_paper(env: NameOrObject = "Pong-v5", **overrides: Any) -> Config:
 
     As in Accelerated Methods and its code: 8 simulators of 256 steps, 4 epochs, minibatches of 512, Adam at 1e-3, value
     coefficient 1, no clipping of gradients; the linear schedule and normalized advantages are options of that code, off
-    by default; here they are on, as in PPO's first code. Ours: 84x84 frames, up to 200 random steps first (2000).
+    by default. Ours: both are on, as in PPO's first code, advantages normalized in each minibatch (both codes: in each
+    rollout); 84x84 frames, up to 200 random steps first (2000).
     Vectors and continuous control: as `ppo`.
     """
     image = {

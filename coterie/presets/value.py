@@ -133,7 +133,7 @@ def apex_dqn(env: NameOrObject = "Pong-v5", **overrides: Any) -> Config:
     Horgan et al. 2018: decoupled actors, an epsilon for each env, 0.4^(1 + 7 i / (N - 1)), first priorities (0.6, 0.4)
     from the actors' values (of the chosen actions, not of the best ones), double, dueling, three-step, batches of 512.
     As `dqn-512`, not as the paper: a replay of a million env steps (two), the target network every 10,000 env steps,
-    156 updates (2,500). Ours: as many envs as keep the cores busy; RMSProp is not centered.
+    156 updates (2,500). Ours: as many envs as keep the cores busy; the Huber loss (squared); RMSProp is not centered.
     """
     common = {
         "acting": "decoupled",

@@ -131,9 +131,10 @@ class Run:
 
     def record(self, name: str, value: SupportsFloat | None) -> None:
         """Make `value` the metric `custom/NAME` of each line of metrics until the next call, and of one after the last
-        call of the run. None: there is no value yet.
+        call of the run. None: there is none for now.
         """
         if value is None:
+            self.recorded.pop(f"custom/{name}", None)
             return
         try:
             self.recorded[f"custom/{name}"] = float(value)

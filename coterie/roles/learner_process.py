@@ -229,7 +229,7 @@ class LearnerProcess:
             self._outliers_said = True
             outliers = [f"{counted(count, 'observation')} far from the mean: clamped or left out by the normalizer"]
         warnings = [line] if (line := self.algorithm.warning()) else []
-        return EnvNews(failures + clients + outliers + warnings, info, warnings)
+        return EnvNews(failures + clients + outliers + warnings, info, warnings if self.context.rank == 0 else ())
 
     @property
     def _outliers(self) -> int:

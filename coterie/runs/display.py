@@ -71,7 +71,7 @@ class Display:
         self.best = -math.inf if best is None else best
         self.begin = time.monotonic()
         self.shown = -math.inf
-        self.said = -1  # env steps of the last line
+        self.said = -1, None  # env steps and evaluation of the last line
 
     def __enter__(self) -> Display:
         self.begin = time.monotonic()
@@ -88,7 +88,7 @@ class Display:
 
     def __exit__(self, *error: object) -> None:
         if self.live is None:
-            if self.status["env_steps"] != self.said:
+            if (self.status["env_steps"], self.status.get("eval_return")) != self.said:
                 self._show()
         else:
             self.starting.show(self.live.stop)  # with the last state
@@ -174,7 +174,7 @@ class Display:
 
     def _show(self) -> None:
         if self.live is None:
-            self.said = self.status["env_steps"]
+            self.said = self.status["env_steps"], self.status.get("eval_return")
             self.note(self.line())
         elif not self._draws:  # else the terminal is slow, or is not read
             self._draws = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from functools import partial
 from typing import Any
 
@@ -102,6 +103,11 @@ def test_a_policy_plays_in_other_envs_with_the_same_spaces(tmp_path, capsys, mon
         watch(out)
     first, *_, last = sorted((out / "checkpoints").glob("step_*"))
     assert [load(path).step for path in (first, last, out)] == [0, load(out).step, load(last).step]
+    (tmp_path / "one").symlink_to(first)
+    assert load(tmp_path / "one").step == load(last / ".." / first.name).step == 0
+    shutil.copytree(first, tmp_path / "copied")
+    with pytest.raises(ConfigError, match=r"^RUN: \S+/copied is a checkpoint outside of its run's folder$"):
+        load(tmp_path / "copied")
     with pytest.raises(ConfigError, match=r"for one env use policy\.act"):
         load(out)({"a": np.zeros(2), "b": 1})
     with pytest.raises(ConfigError, match=r"^obs: a dict with keys a, b is needed, not an array$"):

@@ -14,7 +14,6 @@ from coterie.ops.optim import Adam, flat_norm_clip
 from coterie.parallel.board import Board
 from coterie.parallel.locks import Locks
 from coterie.parallel.params import pieces
-from coterie.parallel.processes import listen
 from coterie.parallel.shm import SharedArrays
 from coterie.types import CoterieError, Post
 from tests.exchange.harness import BETAS, NOTHING, Sgd, apply, collect, expect, flat, gradients, start, store, together
@@ -241,7 +240,6 @@ def write_slowly(post: Post, shared: SharedArrays, name: str) -> None:
         post("half", None)
         time.sleep(1.0)
         array[16:] = 1.0
-        post("whole", None)
 
 
 @pytest.mark.parametrize("reads", ["weights", "local steps", "checkpoint"])
@@ -251,7 +249,6 @@ def test_nothing_is_read_in_the_middle_of_an_update(reads):
     shared = shared_memory_for(params.data, rule, 1, NOTHING)
     child = start(write_slowly, shared, "data" if reads == "weights" else "state/mean")
     expect(child, {"half"})
-    assert not list(listen([child], 0.0)), "too late"
     with store(shared, params, rule, 1, local_steps=2) as exchange:
         if reads == "weights":
             exchange.pull(params)

@@ -71,7 +71,7 @@ def test_a_process_that_hangs_is_killed_and_the_run_goes_on(meddler, options, ex
 )
 def test_a_run_that_was_stopped_for_longer_than_its_time_outs_goes_on(command, kinds):
     """As by Ctrl-Z, a container that is frozen, or a machine that is paused."""
-    limits = {**ENDLESS, "log.stall": 10, "env.timeout": 10, "env.id": "coterie.envs.testing:CountingEnv"}
+    limits = {**ENDLESS, "log.stall": 12, "env.timeout": 12, "env.id": "coterie.envs.testing:CountingEnv"}
     runs = [
         command(options, exchange, name=f"run{k}", **{"learners": 1 + (exchange != "solo"), **limits})
         for k, (options, exchange) in enumerate(kinds)
@@ -79,7 +79,7 @@ def test_a_run_that_was_stopped_for_longer_than_its_time_outs_goes_on(command, k
     for run in runs:
         run.until(run.line, "it trains")
     before = [run.line()["env_steps"] for run in runs]
-    for number, seconds in ((signal.SIGSTOP, 13), (signal.SIGCONT, 0)):
+    for number, seconds in ((signal.SIGSTOP, 16), (signal.SIGCONT, 0)):
         for run in runs:
             os.killpg(run.process.pid, number)
         time.sleep(seconds)

@@ -26,6 +26,7 @@ class Machine:
         self.cuda.current_stream().wait_event = lambda event: event.copy()
         self.runtime = self.cuda.cudart()
         self.runtime.cudaHostRegister.return_value = 0 if pins else 1
+        self.ones = MagicMock(side_effect=RuntimeError("CUDA error: the refusal is pending"))  # for the next kernel
 
     def event(self) -> SimpleNamespace:
         event = SimpleNamespace(at=0, copy=lambda: [copy() for copy in self.copies[: event.at]])
@@ -49,7 +50,7 @@ class Machine:
 def gpu(monkeypatch):
     def make(pins: bool = True) -> tuple[Machine, Uploads, np.ndarray]:
         machine, memory = Machine(pins), np.zeros((BATCHES, 4))
-        monkeypatch.setattr("coterie.parallel.gpu.torch", SimpleNamespace(cuda=machine.cuda))
+        monkeypatch.setattr("coterie.parallel.gpu.torch", SimpleNamespace(cuda=machine.cuda, ones=machine.ones))
         batches = [{"x": machine.tensor(torch.from_numpy(row))} for row in memory]
         return machine, Uploads(batches, memory, torch.device("cuda")), memory
 
@@ -88,6 +89,7 @@ def test_memory_is_free_for_actors_only_when_its_copy_is_whole(gpu):
 def test_memory_is_unpinned_once_after_the_last_copy_if_it_could_be_pinned(gpu, pins):
     machine, uploads, memory = gpu(pins)
     assert machine.runtime.cudaHostRegister.call_args.args[1] == memory.nbytes
+    assert machine.ones.called != pins
     machine.runtime.cudaHostUnregister.side_effect = lambda at: machine.cuda.synchronize.assert_called_once()
     uploads.close()
     uploads.close()

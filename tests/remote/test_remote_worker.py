@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from coterie.acting.base import Stopped
 from coterie.acting.recorder import rollout_layout
 from coterie.build.factory import make_model, normalizers
 from coterie.build.resources import resolve_config
+from coterie.cli.main import main
 from coterie.config import Config, ResolvedConfig
 from coterie.envs.make import make_spec
 from coterie.parallel.params import FlatParams
@@ -148,3 +150,15 @@ def test_the_seed_of_an_actors_envs_is_the_commands_and_that_of_its_network_the_
     session: Any = SimpleNamespace(settings={"config": to_dict(config)}, run=config)
     run, mine = _actor_config(replace(BASE, {"seed": 7}), session)
     assert (run.seed, mine.seed) == (config.seed, 7)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "code"), [((signal.SIGTERM, signal.SIGTERM), 0), ((signal.SIGTERM, signal.SIGINT), 1)]
+)
+def test_a_second_ctrl_c_ends_a_host_whose_env_hangs_and_a_doubled_sigterm_does_not(monkeypatch, numbers, code):
+    def hang(*_: object) -> None:
+        for number in numbers:
+            signal.raise_signal(number)
+
+    monkeypatch.setattr("coterie.roles.remote_worker.run_env_host", hang)
+    assert main(["envs", "--connect", "127.0.0.1:1", "--env", "CartPole-v1"]) == code

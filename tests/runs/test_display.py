@@ -90,6 +90,10 @@ def test_the_last_line_of_a_log_is_not_there_twice(clock: Clock) -> None:
     with Display(1000, "title", console=console()) as shown:
         shown.update({**STATUS, "env_steps": 777}, force=True)
     assert text_of(shown).count("777 of 1,000") == 1
+    with Display(1000, "title", console=console()) as shown:
+        shown.update({**STATUS, "env_steps": 777}, force=True)
+        shown.update({**STATUS, "env_steps": 777, "eval_return": 99.5})
+    assert "eval 99.5" in text_of(shown).splitlines()[-1]
 
 
 def test_a_log_has_no_progress_and_the_panel_names_the_step_before_the_first_rollout(clock: Clock) -> None:

@@ -53,18 +53,19 @@ def returns(methods: Sequence[Method], about: str = "") -> list[Chart]:
     for env in _envs(methods):
         unit = "score over all tasks" if len(tasks(env)) > 1 else "return, mean of the last 100 episodes"
         for label, per, series in AXES:
-            curves, short = [], 0
+            curves, drawn = [], 0
             for method in methods:
                 grid, each = on_grid([series(run, run.score) for run in method.on(env)])
-                short += len(method.on(env)) - len(each)
                 if len(grid) > 1:
+                    drawn += len(each)
                     what = "runs" if _repeats(method, env) else "seeds"
                     seeds = f", {len(each)} {what}" if len(each) > 1 else ""
                     curves.append(Line(f"{method.label}{seeds}", grid, *band(each)))
             if curves:
                 banded = any(curve.low is not None and np.isfinite(curve.low).any() for curve in curves)
                 text = "Mean over seeds, as far as all of them went; the band is a 95% bootstrap interval of that mean."
-                missing = f" Not drawn: {short} of the runs, with fewer than two values." * (short > 0)
+                short = sum(len(method.on(env)) for method in methods) - drawn
+                missing = f" Not drawn: {short} runs, whose values are too few or not where others' are." * (short > 0)
                 found.append(lines(f"{about}{env}: return per {per}", curves, label, unit, text * banded + missing))
     return found
 
