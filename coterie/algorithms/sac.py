@@ -197,8 +197,8 @@ class SAC(ReplayLearning[Transitions]):
     @recordable
     def loss(self, model: Model, batch: ReplayBatch[Transitions]) -> Loss:
         """Critics: the squared error to r + discount (min Q'(s', a') - alpha log pi(a'|s')) (equations 5 and 6).
-        Policy: alpha log pi(a|s) - min Q(s, a) (equation 9). Temperature: equation 18 with log alpha
-        in place of alpha, as in public code.
+        Policy: alpha log pi(a|s) - min Q(s, a) (equation 9). Temperature: equation 18 with log alpha in
+        place of alpha, as in public code.
         """
         rows, net = batch.rows, cast(SACNetwork, model)
         target, alpha = cast(Critics, self.target), net.log_alpha.exp().detach()

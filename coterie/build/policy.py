@@ -39,8 +39,8 @@ class Policy:
     `obs` is a batch `[B, ...]` (or a nested dict of such), as the env gives it; actions are clipped and stretched to
     its bounds. With an LSTM the state is kept between calls for a fixed B; `reset(done)` clears it for the envs that
     begin again. A net trained with `model.last_action_reward` also needs `reward` `[B]`, and where the env has its
-    action mask in info or a method, `action_mask` `[B, choices]`. Actions of a Dict or Tuple space
-    have its structure, with arrays as leaves. `act` is the same for a single env.
+    action mask in info or a method, `action_mask` `[B, choices]`. Actions of a Dict or Tuple space have
+    its structure, with arrays as leaves. `act` is the same for a single env.
     """
 
     def __init__(self, folder: Path, config: Config, spec: Spec, step: int, model: Network) -> None:

@@ -98,7 +98,7 @@ def sign(folder: Path, config: Config) -> str:
 def _is_signed(folder: Path, code: Mapping[str, str]) -> bool:
     with suppress(*_UNUSABLE):
         found, key = (folder / SIGNATURE).read_bytes().strip(), _key()
-        # Versions before December 2026 left out the arguments of an env whose id is named itself.
+        # Folders signed before December 2026 lack the arguments of an env whose id is in the signature itself.
         before = {field: name for field, name in code.items() if field != "env.kwargs" or "env.id" not in code}
         return any(hmac.compare_digest(found, _digest(key, names).encode()) for names in (code, before))
     return False
