@@ -9,5 +9,7 @@ COPY coterie /src/coterie
 RUN pip install --no-cache-dir "/src[envpool,video,plots]" && useradd --create-home coterie
 USER coterie
 WORKDIR /home/coterie
+# a volume that is mounted here belongs to this user
+RUN mkdir runs
 ENTRYPOINT []
 CMD ["coterie", "--help"]

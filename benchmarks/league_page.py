@@ -168,7 +168,7 @@ def rows(methods: Group) -> list[str]:
         records = done[method]
         human = [x for record in records if (x := record["score"].get("human_normalized")) is not None]
         steps, seconds = (f"{middle(records, key):,.0f}" for key in ("steps", "seconds"))
-        normal = f"{np.mean(human):.2f}" if human else ""
+        normal = f"{interquartile_mean(np.array(human)):.2f}" if human else ""
         first = methods[method][0][0]
         score, lowest = measured([returns(records)]), f"{min(returns(records)):.1f}" if len(records) > 1 else ""
         lines.append(row(command(first), len(records), steps, *score, lowest, normal, seconds, machines(records)))

@@ -4,7 +4,7 @@
     python benchmarks/sac_step.py [--turns 9] [--out docs/benchmarks/data/sac-step.json]
 
 All have two layers of 256 units, batches of 256, one torch thread, and an optimizer step for every env step. Each is a
-process of its own; they take turns of 100 steps, in reversed order every other time. CPU time counts all threads of a
+process of its own; they take turns of 112 steps, in reversed order every other time. CPU time counts all threads of a
 process: other work on the machine prolongs it through the caches only. `loop`: with env steps, acting and replay;
 `train`: of Stable-Baselines3, `train` alone; `minimal`: forward and backward passes, Adam and target on one fixed
 batch, hand-written, no replay, no checks.

@@ -43,33 +43,41 @@ def serve(address: str, envs: int, ready: Any) -> None:
     server.close()
 
 
-def ask(connection: Any, envs: int, group: int, end: float) -> list[float]:
-    """One stream's questions, one after the other: how long each answer took."""
-    from coterie.config import Config
-    from coterie.envs.make import make_spec
-    from coterie.wire.codec import timestep_layout
-
-    config, latencies = Config(), list[float]()
-    layout = timestep_layout(make_spec(config.env, config.atari), envs)
-    zeros = {t.name: np.zeros(t.shape, t.dtype) for t in layout.tensors}
+def ask(connection: Any, layout: Any, group: int, begun: Any, seconds: float) -> list[float]:
+    """One stream's questions, one after the other: how long each answer took. All streams begin to count when each of
+    them has had an answer.
+    """
+    zeros, latencies = {t.name: np.zeros(t.shape, t.dtype) for t in layout.tensors}, list[float]()
     zeros["episode_return"][:] = zeros["episode_length"][:] = np.nan
-    stream = connection.stream("Infer", layout, lambda: None, envs=envs, group=group)
-    while time.perf_counter() < end:
+    stream = connection.stream("Infer", layout, lambda: None, envs=len(zeros["episode_return"]), group=group)
+
+    def question() -> float:
         begin = time.perf_counter()
         stream.send(zeros)
         stream.receive()
-        latencies.append(time.perf_counter() - begin)
+        return time.perf_counter() - begin
+
+    question()
+    begun.wait(120)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        latencies.append(question())
     stream.close()
     return latencies
 
 
-def clients(address: str, streams: int, envs: int, seconds: float, results: Any) -> None:
+def clients(address: str, streams: int, envs: int, seconds: float, begun: Any, results: Any) -> None:
     """One process with so many streams, each in a thread."""
+    from coterie.config import Config
+    from coterie.envs.make import make_spec
     from coterie.wire.client import Connection, Endpoint
+    from coterie.wire.codec import timestep_layout
 
-    connection, end = Connection(Endpoint(address), {"env_id": "CartPole-v1"}), time.perf_counter() + seconds
+    config = Config()
+    layout = timestep_layout(make_spec(config.env, config.atari), envs)
+    connection = Connection(Endpoint(address), {"env_id": "CartPole-v1"})
     with ThreadPoolExecutor(streams) as pool:
-        each = pool.map(lambda group: ask(connection, envs, group, end), range(streams))
+        each = pool.map(lambda group: ask(connection, layout, group, begun, seconds), range(streams))
         results.put([latency for latencies in each for latency in latencies])
 
 
@@ -82,7 +90,7 @@ def measure(streams: int, envs: int, processes: int, seconds: float, address: st
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         address = address or f"unix:{folder}/wire"
-        ready, results = spawn.Event(), spawn.Queue()
+        ready, results, begun = spawn.Event(), spawn.Queue(), spawn.Barrier(streams)
         server = spawn.Process(target=serve, args=(address, envs * streams, ready), daemon=True)
         server.start()
         assert ready.wait(120), "the server does not start"
@@ -90,7 +98,7 @@ def measure(streams: int, envs: int, processes: int, seconds: float, address: st
         count = min(processes, streams)
         shares = [streams // count + (i < streams % count) for i in range(count)]
         workers = [
-            spawn.Process(target=clients, args=(address, n, envs, seconds, results), daemon=True) for n in shares
+            spawn.Process(target=clients, args=(address, n, envs, seconds, begun, results), daemon=True) for n in shares
         ]
         for worker in workers:
             worker.start()

@@ -49,12 +49,12 @@ class Env:
     backend: str = "auto"  # pool: EnvPool; workers: gymnasium in worker processes; vector; package.module:callable
     num_envs: Natural = 16  # envs of each learner, agents counted one by one; auto (or 0): what keeps the cores busy
     groups: Groups = 0  # 2: one group steps while the policy acts for the other; 1: all together; 0: auto
-    threads: Natural = 0  # env threads, or worker processes, of each learner; 0: one for each of its cores
+    threads: Natural = 0  # env threads, or worker processes, of each process with envs; 0: one for each of its cores
     action_repeat: Positive = 1  # the env's steps per action, rewards added up (Atari: on top of atari.frame_skip)
     max_episode_steps: Natural = 0  # truncate episodes after this many of the env's own steps; 0: its own limit
     time_limit: Literal["truncate", "terminate"] = "truncate"  # terminate: do not bootstrap at a time limit
     decorrelate: Natural = 0  # random steps that each env takes before the run: up to this many, uniformly sampled
-    timeout: PositiveFloat = 60.0  # seconds until a worker that does not answer is replaced
+    timeout: PositiveFloat = 60.0  # seconds until a worker that does not answer is replaced; well below log.stall
     on_error: Literal["fail", "replace"] = "fail"  # an exception of a gymnasium env: end the run, or replace the env
     info: Literal["episodes", "steps", "off"] = "episodes"  # metrics env/NAME: of the last step of episodes, or of all
     replace_budget: Natural = 100  # envs that may be replaced (death, NaN, time-out) in an hour
@@ -93,7 +93,7 @@ class Model:
 
     torso: str = "auto"  # a3c, a3c-gae, gala, nature, nature-conv, impala, football, mlp, auto, or module:callable
     hidden: Sizes = (64, 64)  # mlp: layer sizes
-    activation: Literal["tanh", "relu"] = "tanh"  # mlp
+    activation: Literal["tanh", "relu"] = "tanh"  # mlp: activation function
     share: Literal["auto", "yes", "no"] = "auto"  # one torso for policy and value; auto: yes for images, text, a core
     core: str = "none"  # memory before the heads: none, lstm, gru, gtrxl (a transformer), package.module:callable
     core_size: Positive = 256  # units of the core
@@ -157,9 +157,9 @@ class VTrace:
     """V-trace."""
 
     correction: Correction = "vtrace"  # off-policy correction (IMPALA, Table 2); its one-step has pg_rho_bar 0
-    rho_bar: NaturalFloat = 1.0  # clip of the importance weight of a TD error, at least c_bar; 0: no clip (here, below)
-    c_bar: NaturalFloat = 1.0  # clip of the trace coefficient
-    pg_rho_bar: NaturalFloat = 1.0  # clip of the importance weight of the policy gradient
+    rho_bar: NaturalFloat = 1.0  # clip of the importance weight of a TD error, at least c_bar; 0: no clip
+    c_bar: NaturalFloat = 1.0  # clip of the trace coefficient; 0: no clip
+    pg_rho_bar: NaturalFloat = 1.0  # clip of the importance weight of the policy gradient; 0: no clip
     q_from: Literal["target", "value"] = "target"  # q_s = r + gamma v_{s+1}, or r + gamma V(x_{s+1})
     loss: Literal["mean", "sum"] = "mean"  # over batch and time; the learning rates of the papers depend on it
     minibatch: Natural = 0  # unrolls in an optimizer step, replayed ones too; 0: as many as are in a batch
@@ -294,7 +294,7 @@ class Optim:
     alpha: Decay = 0.99  # rmsprop: decay of the squared gradient
     beta1: Decay = 0.9  # adam: decay of the mean gradient
     beta2: Decay = 0.999  # adam: decay of the squared gradient
-    max_grad_norm: NaturalFloat = 0.5  # 0: no clipping
+    max_grad_norm: NaturalFloat = 0.5  # largest norm of the gradient; 0: no clipping
     schedule: Schedule = Schedule()  # of the learning rate
     sqrt_scaling_from: Natural = 0  # lr grows as sqrt(all envs / this); hogwild, store: one learner's envs; 0: off
     on_nonfinite: Literal["stop", "skip"] = "stop"  # non-finite gradient: end the run, or skip and count the batch
@@ -344,7 +344,7 @@ class Plugins:
 
     acting: str = ""  # instead of the run's acting; empty: none (here and below)
     exchange: str = ""  # instead of the run's exchange
-    modules: tuple[str, ...] = ()  # that register algorithms, acting modes and exchanges under new names
+    modules: tuple[str, ...] = ()  # modules that register algorithms, acting modes and exchanges under new names
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coterie.cli.arguments import COMMANDS, Argument, Command
+from coterie.cli.arguments import COMMANDS, OF_PRESET, Argument, Command, arg
 
 TEXT = """# Commands
 
@@ -11,6 +11,7 @@ Every command and its own options; `coterie COMMAND --help` shows the same. Sett
 [Exit codes](run-folder.md#exit-codes): 0 finished, 1 failed, 2 bad usage or settings, 75 checkpointed on a signal.
 
 """
+PRESET = arg("preset", help="a preset, `package.module:function`, or FILE.toml, FILE.yaml or FILE.json")
 
 
 def cell(text: str) -> str:
@@ -31,8 +32,9 @@ def row(argument: Argument) -> str:
 def section(name: str, command: Command) -> str:
     text = f"## coterie {name}\n\n```text\ncoterie {name} {command.usage}".rstrip() + "\n```\n\n"
     text += f"{command.help[0].upper()}{command.help[1:]}.\n"
-    if command.options:
-        text += "\n| argument | meaning [default] |\n|---|---|\n" + "\n".join(map(row, command.options)) + "\n"
+    of_preset = (PRESET, *OF_PRESET) if command.settings == "preset" else ()
+    if options := (*of_preset, *command.options):
+        text += "\n| argument | meaning [default] |\n|---|---|\n" + "\n".join(map(row, options)) + "\n"
     return text
 
 

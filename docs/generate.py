@@ -120,19 +120,18 @@ def shown(value: Any) -> str:
 
 
 def options() -> str:
-    config, parts, section, beside = Config(), [OPTIONS], None, comments()
+    config, tables, beside = Config(), dict[str, list[str]](), comments()
     for name, annotated in fields():
         owner = name.rpartition(".")[0]
-        holder = get(config, owner) if owner else config
-        if owner != section:
-            section = owner
+        if owner not in tables:
+            about = " ".join((inspect.getdoc(type(get(config, owner) if owner else config)) or "").split())
             title = f"`{owner}`" if owner else "The run"
-            parts.append(f"\n## {title}\n\n{' '.join((inspect.getdoc(type(holder)) or '').split())}\n")
-            parts.append("| option | accepts | default | meaning |\n|---|---|---|---|")
+            head = "| option | accepts | default | meaning |\n|---|---|---|---|"
+            tables[owner] = [f"\n## {title}\n\n{about}\n", head]
         text = beside[name].replace("|", "\\|")
         option = f"--{name.replace('_', '-')}"
-        parts.append(f"| `{option}` | {accepted(annotated)} | {shown(get(config, name))} | {text} |")
-    return "\n".join(parts) + "\n"
+        tables[owner].append(f"| `{option}` | {accepted(annotated)} | {shown(get(config, name))} | {text} |")
+    return "\n".join([OPTIONS, *(line for table in tables.values() for line in table)]) + "\n"
 
 
 def settings(name: str, env: str) -> dict[str, Any] | None:

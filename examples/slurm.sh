@@ -28,7 +28,7 @@ srun --nodes=1 --ntasks=1 --nodelist="$HEAD" "${learn[@]}" &
 learner=$!
 others=$((SLURM_NNODES - 1))               # named as tasks, too: sbatch has set SLURM_NTASKS for all nodes
 srun --nodes=$others --ntasks=$others --exclude="$HEAD" coterie envs --connect "$HEAD:$PORT" --env "$ENV" \
-  --env.num-envs 64 --wire.token-file "$KEYS/token" --wire.cert "$KEYS/cert.pem" &
+  --env.num-envs 64 --wire.token-file "$KEYS/envs.token" --wire.cert "$KEYS/cert.pem" &
 wait $learner
 code=$?
 if [ $code -eq 75 ]; then                 # checkpointed on the signal

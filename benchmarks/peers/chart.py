@@ -28,7 +28,7 @@ def main() -> None:
     cases = list(data["cases"].values())
     mpl.rcParams.update({"svg.hashsalt": "coterie", "svg.fonttype": "none", "font.size": 9})
     figure = Figure(figsize=(7.2, 1.0 + sum(0.27 * len(c["rows"]) + 0.5 for c in cases)))
-    axes = figure.subplots(len(cases), 1)
+    axes = figure.subplots(len(cases), 1, squeeze=False)[:, 0]
     for case, axis in zip(cases, axes, strict=True):
         rows = sorted(case["rows"], key=lambda row: row["median"])
         labels = [f"{r['name']} ({r['simulator']}, {r['precision']})" for r in rows]

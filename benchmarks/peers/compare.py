@@ -145,7 +145,7 @@ def tables(data: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", help=", ".join(CASES))
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--out", type=Path)
@@ -153,17 +153,22 @@ def main() -> None:
     options = parser.parse_args()
     if options.page and options.out:
         parser.error("--page: its tables are those of docs/benchmarks/data/peers.json: leave out --out")
+    cases = options.cases or list(CASES)
+    if unknown := sorted(set(cases) - CASES.keys()):
+        parser.error(f"CASE: {unknown[0]} is not one of {', '.join(CASES)}")
+    peers = {e.command[0] for case in cases for e in CASES[case][1] if not e.name.startswith(OURS)}
+    if absent := sorted(peer for peer in peers if not (ROOT / ".peers" / peer / "installed").exists()):
+        parser.error(f"{', '.join(absent)} is not installed: make peers")
     out = options.out or DATA
     before = json.loads(out.read_text()) if out.exists() else {}
     about = {"processor": machine.describe()["processor"]}
-    results = before.get("cases", {})
+    results, aside = before.get("cases", {}), None
     if before and before["processor"] != about["processor"]:
         aside = out.with_stem(f"{out.stem}-{max(case['date'] for case in results.values())}")
         if aside.exists():
             parser.error(f"--out: {out} is of another processor, and {aside.name} exists")
-        out.rename(aside)
         results = {}
-    for case in options.cases or CASES:
+    for case in cases:
         title, entries = CASES[case][0], [e for e in CASES[case][1] if e.precision == "fp32" or bf16_pays("cpu")]
         rates: list[list[float]] = [[] for _ in entries]
         for turn in range(options.turns):
@@ -180,6 +185,9 @@ def main() -> None:
         how = {"date": time.strftime("%Y-%m-%d"), "seconds": options.seconds, "turns": options.turns}
         results[case] = {"title": title, **how, "rows": rows}
         results = {name: results[name] for name in CASES if name in results}
+        if aside and out.exists():
+            out.rename(aside)
+        aside = None
         out.write_text(json.dumps({**about, "cases": results}, indent=1) + "\n")
     if options.page:
         PAGE.write_text(replaced(PAGE.read_text(), "peers", BY, tables({**about, "cases": results})))

@@ -100,7 +100,7 @@ class A2C(AlgorithmBase):
     def __init__(self, config: Config, spec: Spec, compute: Compute = ON_CPU, seed: int = 0) -> None:
         super().__init__(config, spec, compute, seed)
         self.algo, self.dist = config.algo, make_distribution(spec.action)
-        self.off_policy = OffPolicy()
+        self.off_policy = OffPolicy(self.replays_rollouts(config))
         self.entropy_adjustment = 0.0  # log of a factor of the entropy coefficient
         self.explained: tuple[Tensor, Tensor, Tensor] | None = None  # values, targets and mask of the last rollout
 

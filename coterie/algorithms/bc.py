@@ -6,6 +6,7 @@ not learned from: they set the pace, and their episodes show what the policy can
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,7 @@ def read_episodes(config: Config, spec: Spec) -> Iterator[tuple[dict[str, Array]
     """
     with needs("bc.dataset", "minari"):
         import minari
-    name = config.bc.dataset
+    name = os.path.expanduser(config.bc.dataset)
     _, fields, actions, mask = env_adapters(config.env, config.atari)
     if mask:
         raise ConfigError(f"bc.dataset: {spec.env_id} has its action mask in {mask}, which data sets do not keep")
@@ -120,8 +121,9 @@ class BC(A2C):
         returns = returns_of(self.rewards.clipped(steps.reward), steps.is_first, self.algo.gamma)
         device = model.return_norm.mean.device
         if not float(model.return_norm.count):
-            everything = torch.ones(len(returns), dtype=torch.bool, device=device)
-            model.observe(map_obs(lambda x: x.to(device), steps.obs), everything)
+            if not self.config.init_from:  # which brings the normalizers of observations
+                everything = torch.ones(len(returns), dtype=torch.bool, device=device)
+                model.observe(map_obs(lambda x: x.to(device), steps.obs), everything)
             model.return_norm.update(returns.to(device))
         return steps, returns / model.return_norm.deviation.cpu() if self.config.reward.normalize else returns
 

@@ -18,8 +18,8 @@ class OffPolicy:
     1 where data and policy agree. `diagnostics` go into a loss's metrics, of which `measure` makes `ess`.
     """
 
-    def __init__(self) -> None:
-        self.ess, self.clipped, self.steps, self.warned = 1.0, 0.0, 0, False
+    def __init__(self, replayed: bool) -> None:
+        self.replayed, self.ess, self.clipped, self.steps, self.warned = replayed, 1.0, 0.0, 0, False
 
     def diagnostics(self, log_ratio: Tensor, clip: float) -> dict[str, Tensor]:
         """For log ratios `[..]`; `clip`: the largest ratio that is not clipped, 0: none is."""
@@ -45,6 +45,6 @@ class OffPolicy:
         self.warned = True
         return (
             f"off-policy: the samples of a batch count as {100 * self.ess:.0f}% of their number (ess), and "
-            f"{100 * self.clipped:.0f}% of the importance weights are clipped. Set max_lag (0: no limit) or "
-            "optim.lr lower"
+            f"{100 * self.clipped:.0f}% of the importance weights are clipped. Set optim.lr lower, or "
+            + ("vtrace.replay_share" if self.replayed else "set max_lag (0: no limit; not with hogwild or store)")
         )

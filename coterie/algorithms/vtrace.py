@@ -24,6 +24,7 @@ from coterie.ops.policy import policy_gradient, value_loss
 from coterie.ops.returns import gae
 from coterie.ops.vtrace import Clips, vtrace
 from coterie.parallel.graphs import recordable
+from coterie.replay.storage import require_room
 from coterie.replay.trajectories import TrajectoryReplay
 from coterie.types import Inputs, Rollout, Spec, map_tensors
 
@@ -110,6 +111,12 @@ class VTrace(A2C):
         self.vtrace = config.vtrace
         self.mean_square = 0.0  # of advantages, a running mean, to normalize them
         self.replay = TrajectoryReplay(self.vtrace.replay_capacity, seed) if self.vtrace.replay_capacity else None
+
+    @staticmethod
+    def check_data(config: Config, spec: Spec) -> None:
+        rollouts = config.vtrace.replay_capacity
+        need = rollouts * (config.algo.unroll_length + 1) * spec.obs_bytes * int(config.learners)
+        require_room("vtrace.replay_capacity", need, f"{rollouts:,} rollouts of each learner")
 
     @staticmethod
     def lockstep_settings(config: Config) -> tuple[object, ...]:

@@ -15,6 +15,7 @@ from coterie.envs.make import in_pool
 from coterie.envs.pool import is_atari
 from coterie.envs.tasks import tasks
 from coterie.envs.vector import APART
+from coterie.exchange.table import exchange_kind
 from coterie.models.torsos import torso_of
 from coterie.types import Needs, Spec
 
@@ -94,10 +95,14 @@ def _algorithms(config: Config) -> Needs:
 
 
 def _runs(config: Config) -> Needs:
-    adam = config.optim.rule.startswith("adam")
+    adam, kind = config.optim.rule.startswith("adam"), acting_kind(config)
+    shared = exchange_kind(config).shared_weights
     rows: Needs = {
         "reward.scale": (not config.reward.normalize, "reward.normalize False"),
-        "algo.poll": (config.acting != "central", "acting inline or decoupled"),
+        "algo.poll": (
+            not kind.hosted and (shared or (kind.own_policy and not kind.lockstep(config))),
+            "exchange hogwild or store, or acting decoupled without lockstep",
+        ),
         "optim.alpha": (not adam, "optim.rule rmsprop or rmsprop_tf"),
         "optim.beta1 optim.beta2": (adam, "optim.rule adam or adam_eps_hat"),
         "eval.episodes eval.sampled": (config.eval.every, "eval.every"),

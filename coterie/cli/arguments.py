@@ -41,6 +41,11 @@ _POLICY = (
     arg("--env.kwargs", metavar="JSON", help="other arguments of the env's constructor"),
     arg("--env.max-episode-steps", "--env.max_episode_steps", type=int, metavar="N", help="another limit of episodes"),
 )
+# Of a command that takes a preset; `tree` leaves them to the code that reads the config's options.
+OF_PRESET = (
+    arg("--config", metavar="FILE", help="TOML, YAML or JSON: fields in place of the preset's"),
+    flag("--trust", "run the code that FILE names"),
+)
 _CONNECT = "address of the run's learner 0; on another machine it needs --wire.token-file and --wire.cert"
 
 
@@ -98,7 +103,7 @@ COMMANDS = {
     ),
     "watch": Command(
         "RUN [--out FILE.mp4]",
-        "record an episode",
+        "record an episode (of the first of several tasks)",
         *_POLICY,
         arg("--out", default="", help="FILE.mp4 or .gif; default: RUN/watch.mp4"),
     ),

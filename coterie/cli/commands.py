@@ -23,6 +23,9 @@ from coterie.runs.metrics import file_name
 from coterie.runs.starting import Starting, gc_paused
 from coterie.types import ConfigError
 
+# Settings that a run decides, for its remote clients, too.
+_OF_RUN = ("steps", "atari", "reward", "algo", "ppo", "vtrace", "q", "r2d2", "replay", "sac", "bc", "optim", "eval")
+
 
 def train(options: Namespace, rest: list[str]) -> int:
     """`rest`: here and below, a preset and its options."""
@@ -40,16 +43,17 @@ def train(options: Namespace, rest: list[str]) -> int:
         possible(config)
         return 0
     if options.seeds is not None or options.grid:
-        from coterie.tools.sweep import parse_grid, parse_jobs, parse_seeds, plan_runs, run_jobs
+        from coterie.tools.sweep import options_of, parse_grid, parse_jobs, parse_seeds, plan_runs, run_jobs
 
         points, at_once = parse_grid(options.grid), parse_jobs(options.jobs)
-        config = config_of(rest) if options.grid else warned(rest, config_of(rest))
+        if both := words_of(rest)[3].keys() & words_of(options_of(points[0]))[3].keys():
+            raise ConfigError(f"--grid: {min(both)} is given as an option, too")
+        config = config_of([*rest, *options_of(points[0])]) if options.grid else warned(rest, config_of(rest))
         seeds = parse_seeds(options.seeds) if options.seeds is not None else [config.seed]
         if options.seeds is not None and any(word.partition("=")[0] == "--seed" for word in rest):
             raise ConfigError("--seeds: cannot be combined with --seed")
-        if both := words_of(rest)[3].keys() & {name.replace("-", "_") for name in points[0]}:
-            raise ConfigError(f"--grid: {min(both)} is given as an option, too")
-        name = f"runs/{config.preset}-{file_name(config.env.id)}-%m%d-%H%M%S"
+        env = "" if {"env", "env.id"} & points[0].keys() else f"-{file_name(config.env.id)}"
+        name = f"runs/{config.preset}{env}-%m%d-%H%M%S"
         config = replace(config, out=config.out or time.strftime(name))
         jobs = plan_runs(rest, config, seeds, points)
         for job in jobs[:: len(seeds)]:  # refuse impossible values before anything runs
@@ -142,6 +146,7 @@ def work(options: Namespace, rest: list[str]) -> int:
     from coterie.acting.base import Stopped
     from coterie.build.resources import resolve_config
     from coterie.presets.common import whole_teams
+    from coterie.remote.admission import ENV_SETTINGS
     from coterie.roles.remote_worker import WorkerOptions, run_actor, run_env_host
     from coterie.runs.config_io import read_options, replace
     from coterie.runs.validate import validate
@@ -151,9 +156,10 @@ def work(options: Namespace, rest: list[str]) -> int:
     changes, signals = read_options(rest), list[float]()  # the times of signals to leave
     if "env.id" not in changes:
         raise ConfigError("--env: name the run's environment")
-    for name in ("env.num_envs", "env.groups") if options.command == "actor" else ():
-        if name in changes:
-            raise ConfigError(f"--{name.replace('_', '-')}: the run decides this for its actors; leave it out")
+    of_actors = ("env.num_envs", "env.groups") if options.command == "actor" else ()
+    for name in changes:
+        if name in of_actors or name.removeprefix("env.") in ENV_SETTINGS or name.partition(".")[0] in _OF_RUN:
+            raise ConfigError(f"--{name.replace('_', '-')}: the run decides this; leave it out")
     if not options.connect.startswith("unix:"):
         split(options.connect)
     if not options.patience > 0:

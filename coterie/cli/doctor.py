@@ -7,6 +7,7 @@ import platform
 import shutil
 import time
 from argparse import Namespace
+from importlib.util import find_spec
 
 import torch
 
@@ -69,7 +70,8 @@ def _precision(device: str) -> str:
 def _env_rate() -> tuple[str, bool]:
     """The rate of Pong without a policy, and whether it is broken."""
     if not modules():
-        return "not installed: environments run in worker processes (slower), and there is no Atari", False
+        atari = "Atari only as ale-py has it (ALE/...)" if find_spec("ale_py") else "there is no Atari"
+        return f"not installed: environments run in worker processes (slower), and {atari}", False
     try:
         with make_envs(Env(id="Pong-v5", num_envs=8), Atari(), seed=0, threads=len(available_cores())) as envs:
             ts, begin, steps = envs.recv(0), time.perf_counter(), 0

@@ -10,15 +10,23 @@ from typing import Any, Literal, get_args, get_origin
 
 from coterie import presets
 from coterie.choices import SECTIONS, uses
-from coterie.cli.arguments import COMMANDS, Parser, tree
+from coterie.cli.arguments import COMMANDS, OF_PRESET, Parser, tree
 from coterie.cli.listing import presets as described
 from coterie.cli.options import comments, config_of, words_of
 from coterie.config import Config
 from coterie.plugins import named
 from coterie.types import ActionSpec, ObsSpec, Spec
 
-# The presets' own envs are like it. Help does not wait for EnvPool to say so.
+# What the presets' own envs give and take. Help does not wait for EnvPool to say so.
 _IMAGE = Spec("Pong-v5", {"": ObsSpec((4, 84, 84), "uint8")}, ActionSpec("categorical", (6,)))
+_LANDER = Spec("LunarLander-v3", {"": ObsSpec((8,), "float32")}, ActionSpec("categorical", (4,)))
+_HOPPER = Spec("Hopper-v5", {"": ObsSpec((11,), "float32")}, ActionSpec("continuous", (), (-1.0,) * 3, (1.0,) * 3))
+OWN_ENVS = dict.fromkeys(presets.PRESETS, _IMAGE) | {
+    "a3c": _LANDER,
+    "a3c-paper": _LANDER,
+    "sac": _HOPPER,
+    "bc": _HOPPER,
+}
 _KINDS = {int: "N", float: "X", str: "TEXT"}
 _PRESETS = """
 A preset is needed, and `coterie train PRESET --help` lists its options and their defaults:
@@ -42,7 +50,7 @@ def settings_help(name: str, words: list[str]) -> str:
     if not rest:
         lines = [f"  {preset:12} {about}" for rows in described().values() for preset, about in rows]
         return parser.format_help() + _PRESETS.format(presets="\n".join(lines))
-    config = config_of(rest, _IMAGE)
+    config = config_of(rest, OWN_ENVS)
     hidden = [] if everything else [section for section in SECTIONS if not uses(section, config)]
     parser.epilog = f"Defaults are those of {config.preset} for {config.env.id}; --env ID shows those for another env."
     if hidden:
@@ -72,8 +80,8 @@ def full_tree() -> tuple[Parser, dict[str, Parser]]:
 
 def _add_config(name: str, parser: Parser) -> None:
     if COMMANDS[name].settings == "preset":
-        parser.add_argument("--config", metavar="FILE", help="TOML, YAML or JSON: fields in place of the preset's")
-        parser.add_argument("--trust", action="store_true", help="run the code that FILE names")
+        for names, about in OF_PRESET:
+            parser.add_argument(*names, **about)
 
 
 def warned(args: list[str], config: Config, show: Callable[[Callable[[], None]], None] = lambda say: say()) -> Config:
@@ -99,7 +107,8 @@ def _surprises(options: Iterable[str], config: Config) -> Iterator[str]:
         millions, kind = presets.make(config.preset, config.env.id, spec).steps // 1_000_000, family(spec)
         about = [f"is set up for {millions:,} million env steps or more"] if millions >= 10 else []
         if not presets.is_shown(config.preset, kind):
-            about.append(f"has not been shown to learn from {kind} with its defaults")
+            what = "MuJoCo's tasks" if kind == "continuous control" else kind
+            about.append(f"has not been shown to learn from {what} with its defaults")
         if about:
             yield f"{config.preset} {' and '.join(about)}; try ppo first"
     for name, needs in unused(options, config, spec):

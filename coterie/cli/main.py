@@ -45,6 +45,8 @@ def run(args: list[str], begin: float = 0.0) -> int:
         way = "; a run keeps its settings: for others, `coterie train PRESET --init-from RUN`" * (name == "resume")
         parser.error(f"unrecognized arguments: {' '.join(rest)}{way}")
     options.command, options.begin = name, begin
+    if "out" in options:
+        options.out = os.path.expanduser(options.out)  # the shell does it in `--out ~/x`, not in `--out=~/x`
     module, _, function = (COMMANDS[name].run or f"cli.commands:{name}").partition(":")
     call = getattr(importlib.import_module(f"coterie.{module}"), function)
     return int(call(options, rest) if settings else call(options))

@@ -7,7 +7,7 @@ import inspect
 import json
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,9 @@ def words_of(args: list[str]) -> tuple[str, str, bool, dict[str, Any]]:
     return name, known.config, known.trust, read_options(rest)
 
 
-def config_of(args: list[str], spec: Spec | None = None) -> Config:
-    """A preset for the env that is named, or a config file, with the options applied. `spec`: what the preset's own env
-    gives and takes, if it is known. Raises `ConfigError`.
+def config_of(args: list[str], own: Mapping[str, Spec] = {}) -> Config:
+    """A preset for the env that is named, or a config file, with the options applied. `own`: what the envs give and
+    take that presets have without `--env`, where it is known. Raises `ConfigError`.
     """
     from coterie import presets
     from coterie.runs.config_io import from_dict, replace
@@ -55,6 +55,8 @@ def config_of(args: list[str], spec: Spec | None = None) -> Config:
         raise ConfigError(f"--preset: {preset!r} is not {name!r}, which is named before the options")
     if file:
         mine = code_of(replace(Config(preset=preset), options))
+        if "env.kwargs" not in options:
+            mine.pop("env.kwargs", None)
         data = _read(path)
         given = str(data.pop("preset", ""))
         if data.keys() >= _WHOLE:
@@ -76,7 +78,7 @@ def config_of(args: list[str], spec: Spec | None = None) -> Config:
         raise ConfigError(f"PRESET: {where}give one of {', '.join(presets.PRESETS)}; see `coterie list presets`")
     changes = {**values, **options}
     env = presets.common.of_env(changes)  # decides which of the preset's settings apply
-    spec = None if env else spec
+    spec = None if env else own.get(preset)
     return validate(replace(presets.make(preset, env.pop("env.id", ""), spec, **env), changes))
 
 

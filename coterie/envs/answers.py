@@ -6,7 +6,7 @@ import math
 import os
 import re
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import gymnasium
 import numpy as np
 
 from coterie.envs.spaces import ObsField, leaf_of
-from coterie.types import Array, CoterieError, one_line
+from coterie.types import Array, ConfigError, CoterieError, one_line
 
 _RESET = ("observation", "info")
 STEP = ("observation", "reward", "terminated", "truncated", "info")
@@ -26,6 +26,12 @@ def refused(error: Exception, says: str) -> bool:
     frames = [f for e in (error, error.__cause__) if e for f in traceback.extract_tb(e.__traceback__)]
     fits = isinstance(error, TypeError) and re.search(says, str(error))
     return bool(fits) and all(frame.filename.startswith(_OURS) for frame in frames)
+
+
+def check_kwargs(kwargs: Mapping[str, Any], *taken: str) -> None:
+    """Raise a `ConfigError` where `env.kwargs` has one of these names."""
+    if found := sorted(kwargs.keys() & taken):
+        raise ConfigError(f"env.kwargs: {found[0]!r} is set by Coterie itself; use the options of section env")
 
 
 def reset_env(env: Any, seed: int | None) -> Any:

@@ -142,15 +142,15 @@ class Group:
         bad = self._bad(batch)
         self._check_legal(batch, bad)
         while bad:
-            reasons = [f"env {self.env_id[i]}: {bad[i]}" for i in sorted(bad)[:: self._agents]]
-            self._reports.replace(reasons)
             ids = sorted(bad)
+            reasons = [f"env {self.env_id[i]}: {bad[i]}" for i in ids[:: self._agents]]
             self._replacements.update(ids)
             keys = [(int(self.env_id[i]), _REPLACED, self._replacements[i]) for i in ids]
             try:
                 self.backend.replace(ids, [env_seed(self._seed, *key) for key in keys])
             except CannotReplace as error:
                 raise CoterieError(f"{reasons[-1]}, and {error}") from None
+            self._reports.replace(reasons)
             self._asked, self._first[ids] = np.array(ids, np.int32), True
             self.backend.reset(self._asked)
             answer = receive(self.backend)

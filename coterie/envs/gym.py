@@ -16,7 +16,7 @@ from gymnasium import spaces
 from gymnasium.vector import VectorEnv
 from gymnasium.wrappers import TimeLimit
 
-from coterie.envs.answers import STEP, fitting, number, parts_of, refused, reset_env
+from coterie.envs.answers import STEP, check_kwargs, fitting, number, parts_of, refused, reset_env
 from coterie.envs.backend import Backend, Declared, StepResults, declare
 from coterie.envs.spaces import action_map, obs_fields, on_host
 from coterie.envs.team import ZOO, Team
@@ -56,6 +56,7 @@ def make_gym(env_id: str, kwargs: Mapping[str, Any], max_episode_steps: int) -> 
         path, kwargs = "coterie.tools.duel:Duel", {**kwargs, "game": env_id.removeprefix(PLAY)}
     if is_gym_id(env_id):
         prepare_import("env.id", env_id.rpartition(":")[0])
+        check_kwargs(kwargs, "max_episode_steps", "disable_env_checker")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # gymnasium on older versions and on the precision of bounds
             limit = max_episode_steps or None
@@ -109,9 +110,8 @@ def open_gym(env_id: str, kwargs: Mapping[str, Any], max_episode_steps: int, mak
             raise missing(f"env.id {label(env_id)!r}", "gym") from error
         if isinstance(error, gymnasium.error.Error | ImportError) or isinstance(error.__cause__, ImportError):
             raise ConfigError(f"env.id {label(env_id)!r} cannot be made: {one_line(error)}") from error
-        raise CoterieError(
-            f"env.id {label(env_id)!r} cannot be made: {raised(error)}", traceback.format_exc()
-        ) from error
+        why = f"env.id {label(env_id)!r} cannot be made: {raised(error)}"
+        raise CoterieError(why, traceback.format_exc()) from error
 
 
 def describe(env_id: str, env: GymEnv, max_episode_steps: int) -> Declared:
@@ -184,8 +184,9 @@ class Instance:
             if f.name == MASK and self.masked and not goes_on:
                 target[row] = True
             elif f.name == MASK and self.mask:
-                default = None if self.arrays["truncated"][row] else "missing"
-                given = self.env.get_wrapper_attr(_METHOD)() if self.mask == "method" else info.get(MASK, default)
+                if self.mask != "method" and MASK not in info and not self.arrays["truncated"][row]:
+                    raise CoterieError(f"info has no {MASK} at this step; every reset and step needs one")
+                given = self.env.get_wrapper_attr(_METHOD)() if self.mask == "method" else info.get(MASK)
                 target[row] = mask_row(given, self.space, target.shape[1])
             else:
                 target[row] = fitting(f, obs, target)

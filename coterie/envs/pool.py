@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from coterie import config
+from coterie.envs.answers import check_kwargs
 from coterie.envs.backend import Backend, Declared, StepResults, declare
 from coterie.envs.families import import_envpool
 from coterie.envs.gym import numbers
@@ -87,8 +88,7 @@ def _options(env: config.Env, atari: config.Atari) -> dict[str, Any]:
     if env.max_episode_steps:
         options["max_episode_steps"] = env.max_episode_steps
     kwargs = json.loads(env.kwargs)
-    if taken := sorted(_RESERVED & set(kwargs)):
-        raise ConfigError(f"env.kwargs: {taken[0]!r} is set by Coterie itself; use the options of section env")
+    check_kwargs(kwargs, *_RESERVED)
     return {**options, **kwargs}
 
 

@@ -19,7 +19,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array
 
 from coterie import config
-from coterie.envs.answers import STEP, parts_of
+from coterie.envs.answers import STEP, check_kwargs, parts_of
 from coterie.envs.backend import Backend, Declared, StepResults, declare
 from coterie.envs.gym import is_gym_id, numbers, open_gym
 from coterie.envs.pool import has_env
@@ -29,6 +29,7 @@ from coterie.types import MASK, Array, ConfigError, CoterieError, Obs, Spec, ent
 
 _LARGEST_CODE = 31  # in a grid; MiniGrid has 11 objects, and envs may add some
 _MOST_IDLE = 100  # steps that nothing can be learned from
+_FINAL = ("final_obs", "final_observation", "final_info")
 _FLAGS = ("terminated", "truncated", "game_over", "first")
 _SMALL = {"reward": np.dtype("float32"), **dict.fromkeys(_FLAGS, np.dtype(bool))}
 APART = ("auto", "pool", "workers")  # the other values of env.backend are simulators that step all envs together
@@ -38,6 +39,7 @@ def make_together(env: config.Env, seeds: Sequence[int]) -> Backend:
     """The run's simulator, with `len(seeds)` envs."""
 
     def make(env_id: str, kwargs: Mapping[str, Any], limit: int) -> Any:
+        check_kwargs(kwargs, "num_envs", *["max_episode_steps"] * bool(limit))
         kwargs = {"max_episode_steps": limit, **kwargs} if limit else kwargs
         if env.backend != "vector":
             return _own_backend(env.backend)(env_id, seeds, **kwargs)
@@ -191,7 +193,7 @@ class VectorBackend(Backend):
 
     def _numbers(self, info: Mapping[str, Any], done: Array) -> dict[str, Array]:
         """The numbers in info; `final_info` has those of steps that ended an episode."""
-        found = numbers({name: x for name, x in info.items() if not str(name).startswith("final_")}, len(done))
+        found = numbers({name: x for name, x in info.items() if name not in _FINAL}, len(done))
         for name, x in numbers(info.get("final_info"), len(done)).items():
             found[name] = np.where(done, x, found.get(name, np.nan))
         return found

@@ -176,7 +176,9 @@ class WorkerBackend(Backend):
                     failed |= self._bury(w, x, "")
                     continue
                 x.answers -= 1
-                if "error" in answer:
+                if "error" in answer and self._began and not x.ready and self._env.on_error == "replace":
+                    failed |= self._bury(w, x, f"{answer['error']}\n{answer['trace']}")
+                elif "error" in answer:
                     what = f"env.id {self.spec.env_id!r}"
                     again = answer["error"].startswith(what)
                     raise CoterieError(answer["error"] if again else f"{what}: {answer['error']}", answer["trace"])

@@ -11,7 +11,9 @@ are in a second file, `.tail`, behind the length of the first one to which they 
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import struct
 import threading
 import time
@@ -99,7 +101,7 @@ class FlightRecorder:
         try:
             self.path.parent.mkdir(exist_ok=True)
             with self.path.open("wb", buffering=0) as file, _tail(self.path).open("wb", buffering=0) as tail:
-                file.write(MAGIC)
+                _write(file, MAGIC)
                 self._open.append(json.dumps(self._header()))
                 due = 0.0
                 while not self.failed:
@@ -112,7 +114,7 @@ class FlightRecorder:
                         self._write_block(file, tail)
                         due = time.monotonic() + EVERY_S
                     else:
-                        tail.write("".join(f"{line}\n" for line in lines).encode())
+                        _write(tail, "".join(f"{line}\n" for line in lines).encode())
                     for flushed in filter(None, asked):
                         flushed.set()
                     if over:
@@ -125,11 +127,17 @@ class FlightRecorder:
         if not self._open:
             return
         body = zlib.compress("\n".join(self._open).encode(), 6)
-        file.write(_HEAD.pack(len(body), zlib.crc32(body)) + body)
+        _write(file, _HEAD.pack(len(body), zlib.crc32(body)) + body)
         tail.truncate(0)
         tail.seek(0)
-        tail.write(b"%d\n" % file.tell())
+        _write(tail, b"%d\n" % file.tell())
         self._open.clear()
+
+
+def _write(file: FileIO, data: bytes) -> None:
+    """Raise an `OSError` where less is written, as on a disk that is nearly full."""
+    if file.write(data) != len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def begun(path: Path) -> bool:

@@ -101,7 +101,8 @@ class Network(nn.Module):
         """`[batch, ...]`; None for a network without memory."""
         if not self.recurrent:
             return None
-        return cast(Tensor, (self.core or cast(Any, self.body)).initial_state(batch))
+        state: Tensor = (self.core or cast(Any, self.body)).initial_state(batch)
+        return state.to(self.return_norm.mean.device)  # a core of the user's may not know it
 
     def forward(self, inputs: Inputs, core_state: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         axes = inputs.is_first.shape

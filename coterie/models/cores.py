@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from itertools import pairwise
+from numbers import Integral
 from typing import NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
@@ -190,5 +191,8 @@ def build_core(in_size: int, config: ModelConfig) -> Core:
         return GRUCore(in_size, config.core_size)
     path = "coterie.models.gtrxl:GTrXLCore" if config.core == "gtrxl" else config.core
     if ":" in path:
-        return cast(Core, call("model.core", path, in_size, config))
+        core = call("model.core", path, in_size, config)
+        if not isinstance(core, nn.Module) or not isinstance(getattr(core, "size", None), Integral):
+            raise ConfigError("model.core: it must be a torch.nn.Module with size, the width of its output")
+        return cast(Core, core)
     raise ConfigError(f"model.core: {config.core!r} is not one of none, lstm, gru, gtrxl or package.module:callable")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from numbers import Integral
 from typing import cast
 
@@ -248,7 +249,10 @@ def build_torso(obs: dict[str, ObsSpec], config: ModelConfig) -> nn.Module:
     if list(obs) == [""]:
         return _one(obs[""], config)
     joint = len(obs) > 1 and config.core == "none"
-    return DictTorso({key: _one(spec, config) for key, spec in obs.items()}, joint)
+    by_size = {key: torso_of(spec, replace(config, torso="auto")) for key, spec in obs.items()}
+    mixed = "nature" in by_size.values() and config.torso not in _RESNETS  # small images may be beside a large one
+    of = {key: replace(config, torso="mlp") for key, name in by_size.items() if name == "mlp" and mixed}
+    return DictTorso({key: _one(spec, of.get(key, config)) for key, spec in obs.items()}, joint)
 
 
 def build_pair(obs: dict[str, ObsSpec], config: ModelConfig) -> MLPPair | None:

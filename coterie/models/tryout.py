@@ -29,6 +29,8 @@ def try_out(model: Network, single_steps: bool = False) -> None:
         state = model.initial_state(envs) if state is None else state
         return model(of.map(lambda x: x[begin:end, :envs]), state)
 
+    if (state := model.initial_state(3)) is not None and (state.dtype != torch.float32 or len(state.shape) < 2):
+        raise ConfigError(f"model: initial_state(3) is {state.dtype} {list(state.shape)}, not float32 [3, N, ...]")
     before = {name: x.clone() for name, x in model.named_buffers()}
     params, values, state = one = run()
     if not _same(one, run(), 1e-6) or any(isinstance(part, _DROPOUT) and part.p for part in model.modules()):

@@ -228,6 +228,7 @@ def _enter(
 ) -> None:
     """The main function of a child. Its parent handles signals, and the child ends when its parent does."""
     ignore_signals()
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # envs may have children
     os.environ.clear()  # the fork server has the variables of this Python process's first run
     os.environ.update(environ)
     end_with_parent(grace=False)  # the fork server, which ends with the process of the run

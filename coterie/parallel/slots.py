@@ -100,7 +100,9 @@ class Slots(InSharedMemory):
 
     def abandon(self, producer: int) -> None:
         """Supervisor: free a dead producer's slots."""
-        self.holder[(self.holder == producer) & (self.full != self.ticket)] = FREE
+        empty = self.full != self.ticket
+        fence()  # before the holder is read: it may change as soon as the slot is full
+        self.holder[empty & (self.holder == producer)] = FREE
 
     def promise(self, producer: int, at: tuple[int, int], rows: int) -> None:
         """Producer: with this slot it will have delivered `rows` in all. It may be killed before it has counted them;

@@ -75,7 +75,7 @@ class Team:
 
     def close(self) -> None:
         if self._pool is not None:
-            self._pool.shutdown(wait=False)  # a thread that hangs must not delay the end
+            self._pool.shutdown(wait=False)  # a thread that hangs delays the exit of Python, not the last checkpoint
 
 
 ALONE = Team(1)

@@ -58,8 +58,10 @@ def make(name: NameOrObject, env: NameOrObject = "", spec: Spec | None = None, *
     preset = partial(call, "preset", name) if ":" in name else PRESETS.get(name)
     if preset is None:
         raise unknown("preset", name, PRESETS, f"presets are {', '.join(PRESETS)}, or package.module:function")
-    if env != "" and "env.id" in overrides:
-        raise ConfigError("env.id: the env is given twice, as env, too")
+    if "env.id" in overrides:
+        if env != "":
+            raise ConfigError("env.id: the env is given twice, as env, too")
+        env = overrides.pop("env.id")
     if ":" in name and isinstance(named("preset", name), type):
         raise ConfigError(f"preset: {name} is a class, not a function that returns a Config; or --algorithm {name}?")
     before = known_spec.set(spec)

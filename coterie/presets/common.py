@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
+from math import lcm
 from typing import Any, Literal
 
 from coterie.config import Atari, Config, Env, Model, Reward, RewardClip, Schedule
@@ -94,6 +95,8 @@ def make(
     `overrides`. The options of the environment itself are applied first, since they decide its kind.
     """
     overrides = flat(overrides)
+    if "env.id" in overrides:
+        raise ConfigError("env.id: give the env as env=..., which decides the preset's settings")
     config = override(
         Config(preset=preset, env=Env(id=name_of("env.id", env)), atari=Atari(episodic_life=True)), of_env(overrides)
     )
@@ -106,10 +109,16 @@ def make(
 
 
 def whole_teams(config: Config, overrides: Changes) -> Config:
-    """The config with as many envs as make whole teams, where the preset and not the user gave their number."""
+    """The config with as many envs, and rollouts in a batch of actors, as make whole teams, where the preset and not
+    the user gave their number.
+    """
     agents = (known_spec.get() or make_spec(config.env, config.atari)).agents
-    count = config.env.num_envs
-    return config if "env.num_envs" in overrides else override(config, {"env.num_envs": count + -count % agents})
+    envs, rollouts = config.env.num_envs, config.decoupled.batch_size
+    whole = {
+        "env.num_envs": envs + -envs % agents,
+        "decoupled.batch_size": rollouts + -rollouts % lcm(agents, config.vtrace.minibatch or 1),
+    }
+    return override(config, {name: number for name, number in whole.items() if name not in overrides})
 
 
 def derive(

@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from coterie.replay.storage import require_room
 from coterie.types import Rollout, entries, map_obs
 
 
@@ -24,8 +23,6 @@ class TrajectoryReplay:
         """Copy the columns of a rollout."""
         fields, columns = list(_fields(rollout)), len(rollout.env_id)
         if not self.kept:
-            need = sum(x.numel() * x.element_size() for _, x in fields) // columns * self.capacity
-            require_room("vtrace.replay_capacity", need, f"{self.capacity:,} rollouts")
             for axis, x in fields:
                 shape = (*x.shape[:axis], self.capacity, *x.shape[axis + 1 :])
                 self.kept.append(torch.empty(shape, dtype=x.dtype))

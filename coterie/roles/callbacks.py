@@ -23,7 +23,7 @@ class Callback:
     """The base of callbacks: its methods do nothing. One that raises ends the run as failed, after a checkpoint."""
 
     def __call__(self) -> Callback:
-        """Itself: an instance is given as a class is."""
+        """Return the instance, so that an instance can stand where a class is expected."""
         return self
 
     def on_start(self, run: Run) -> None:

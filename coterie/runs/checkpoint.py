@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -26,16 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from coterie.runs.files import ANSWER_S, answered, read, sync, write_whole
-from coterie.runs.manifest import (
-    DAMAGE,
-    MANIFEST,
-    damage_of,
-    is_intact,
-    read_file,
-    read_manifest,
-    verify,
-    write_manifest,
-)
+from coterie.runs.manifest import DAMAGE, MANIFEST, damage, is_intact, read_file, read_manifest, verify, write_manifest
 from coterie.types import CoterieError
 
 Tensors = dict[str, dict[str, Tensor]]
@@ -67,8 +59,10 @@ def write(draft: Path, tensors: Tensors) -> None:
         for name, group in tensors.items():
             file = draft / f"{name}.safetensors"
             file.parent.mkdir(exist_ok=True)
-            # Copies: safetensors refuses views that share one storage, as parameters do.
-            copies = {k: x.detach().to("cpu", copy=True).contiguous() for k, x in group.items()}
+            # safetensors refuses views that share one storage, as parameters do; a replay's arrays are not copied.
+            storage = {k: x.untyped_storage().data_ptr() for k, x in group.items()}
+            users = Counter(storage.values())
+            copies = {k: x.detach().to("cpu", copy=users[storage[k]] > 1).contiguous() for k, x in group.items()}
             save_file(copies, file)
 
 
@@ -105,7 +99,7 @@ def _writing(root: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise CoterieError(f"checkpoint in {root} cannot be written: {damage_of(error)}") from None
+        raise CoterieError(f"checkpoint in {root} cannot be written: {damage(error)}") from None
 
 
 def load(path: Path, seconds: float = 450.0, ends: tuple[str, ...] = ("",)) -> tuple[Tensors, dict[str, Any]]:
@@ -133,7 +127,7 @@ def _load(path: Path, wanted: Callable[[Any, str], bool], whole: bool = False) -
         before = next(filter(is_intact, older), None)
         again = f"`coterie resume {path.parents[1]} --or-earlier` goes on from there"
         offer = f"; {before.name} is intact: {again}" if before else ""
-        raise CoterieError(f"checkpoint {path} is damaged: {damage_of(error)}{offer}") from None
+        raise CoterieError(f"checkpoint {path} is damaged: {damage(error)}{offer}") from None
 
 
 def latest(root: Path, seconds: float = ANSWER_S) -> Path | None:
@@ -157,7 +151,7 @@ def set_damaged_aside(root: Path, seconds: float = 450.0) -> list[str]:
             try:
                 verify(path)
             except DAMAGE as error:
-                damaged.append((path, damage_of(error)))
+                damaged.append((path, damage(error)))
                 continue
             lines = []
             for bad, reason in damaged:
@@ -186,7 +180,7 @@ def mark_best(root: Path, path: Path, score: float) -> None:
         if before is None or before <= score:
             answered(partial(write_whole, root / "best.json", text))
     except OSError as error:
-        raise CoterieError(f"{root}/best.json cannot be written: {damage_of(error)}") from None
+        raise CoterieError(f"{root}/best.json cannot be written: {damage(error)}") from None
 
 
 def _best(root: Path) -> tuple[Path | None, float | None]:

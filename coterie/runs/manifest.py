@@ -68,7 +68,7 @@ def is_intact(path: Path) -> bool:
     return True
 
 
-def damage_of(error: Exception) -> str:
+def damage(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}" + (f" ({Path(str(error.filename)).name})" if error.filename else "")
     if isinstance(error, KeyError | TypeError | AttributeError | UnicodeDecodeError | json.JSONDecodeError):

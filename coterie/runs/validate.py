@@ -41,5 +41,6 @@ def _check_schedule(name: str, schedule: Schedule) -> None:
     if schedule.by == "episodes" and name != "algo.entropy_schedule":
         raise ConfigError(f"{name}.by: only algo.entropy_schedule can go by episodes")
     if (schedule.kind == "steps") != bool(at):
-        which = f"{shown(at)} with {name}.kind {schedule.kind}"
-        raise ConfigError(f"{name}.at: {which}; kind steps requires them, the other kinds take none")
+        needed = "requires" if schedule.kind == "steps" else "takes no"
+        hint = f"; --{name}.at and --{name}.factors without values remove them".replace("_", "-") if at else ""
+        raise ConfigError(f"{name}.kind: {schedule.kind} {needed} {name}.at and {name}.factors{hint}")

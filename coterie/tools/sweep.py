@@ -57,7 +57,7 @@ def parse_grid(axes: Sequence[str]) -> list[dict[str, str]]:
     for axis in axes:
         name, _, rest = axis.partition("=")
         each = re.findall(r"\[[^]]*\]|\{(?:[^{}]|\{[^{}]*\})*\}|[^,]+", rest)  # a list or an object is one value
-        if not name or not each:
+        if not name or not each or re.search(r"(^|,),|,$", rest):
             raise ConfigError(f"--grid: {axis!r} is not OPTION=VALUE,VALUE,...")
         if name in ("seed", "out"):
             raise ConfigError(f"--grid: {name} cannot be in a grid; use --seeds or --out")
@@ -70,6 +70,11 @@ def parse_grid(axes: Sequence[str]) -> list[dict[str, str]]:
     return [dict(zip(names, combination, strict=True)) for combination in itertools.product(*values)]
 
 
+def options_of(point: dict[str, str]) -> list[str]:
+    """A point of a grid as words of a command."""
+    return [word for name, value in point.items() for word in (f"--{name}", value)]
+
+
 def plan_runs(args: Sequence[str], config: Config, seeds: Sequence[int], grid: Sequence[dict[str, str]]) -> list[Job]:
     """A run for each point of the grid and each seed; folders begin with `config.out`. Raises `ConfigError`."""
     if config.ray.storage:
@@ -77,7 +82,7 @@ def plan_runs(args: Sequence[str], config: Config, seeds: Sequence[int], grid: S
     base, args, jobs = os.path.expanduser(config.out).rstrip("/"), without_out(args), []
     for point in grid:
         words = "".join("-" + file_name(f"{name.rpartition('.')[2]}-{value}") for name, value in point.items())
-        options = [word for name, value in point.items() for word in (f"--{name}", value)]
+        options = options_of(point)
         for seed in seeds:
             name = ", ".join([*(f"{k} {v}" for k, v in point.items()), f"seed {seed}"])
             folder = Path(f"{base}{words}-seed{seed}")

@@ -98,6 +98,16 @@ def test_a_batch_has_rows_of_the_data_or_with_a_core_sequences(core: str):
     assert torch.allclose(model.obs_norm["obs_"].mean.float(), steps.obs.mean(0), atol=1e-6)
 
 
+def test_normalizers_of_a_network_that_has_learned_stay():
+    config, spec = make(**{"model.normalize_obs": True, "init_from": "runs/ppo"})
+    model, bc = make_model(config, spec), BC(config, spec)
+    seen = torch.randn(50, 4) + 3
+    model.observe(seen, torch.ones(50, dtype=torch.bool))  # of `init_from`; its rewards were not normalized
+    list(bc.batches(model, make_rollout(spec, 8, 4)))
+    assert torch.allclose(model.obs_norm["obs_"].mean.float(), seen.mean(0), atol=1e-6)
+    assert float(model.return_norm.count) == 600
+
+
 def test_a_ppo_run_goes_on_where_the_cloned_policy_is(tmp_path: Path):
     changes: dict[str, Any] = {"steps": 8_000, "env.threads": 1, **QUIET}
     data = {"bc.dataset": rule_plays_cartpole()}

@@ -147,8 +147,10 @@ def test_replayed_rollouts_are_what_they_were_and_the_oldest_leave(core):
 
 
 def test_replay_that_does_not_fit_is_refused_with_the_number():
-    with pytest.raises(ConfigError, match=r"^vtrace\.replay_capacity: 100,000,000,000 rollouts need [\d.]+ GiB"):
-        TrajectoryReplay(10**11, 0).add(make_rollout(VECTOR, 5, 8))
+    few = make_config(**{"vtrace.replay_capacity": 10**5})
+    VTrace.check_data(few, VECTOR)
+    with pytest.raises(ConfigError, match=r"^vtrace\.replay_capacity: 100,000 rollouts of each learner need"):
+        VTrace.check_data(swap(few, learners=10**5), VECTOR)
 
 
 @pytest.mark.parametrize(
@@ -168,8 +170,9 @@ def test_a_share_too_small_for_a_replayed_rollout_is_refused(changes, refused):
     assert found == ["vtrace.replay_share"] * refused
 
 
-def test_the_effective_sample_size_is_that_of_the_valid_rows_and_a_small_one_is_said_once():
-    measure, valid, said = OffPolicy(), torch.rand(6, 4) < 0.7, []
+@pytest.mark.parametrize("replayed", [False, True])
+def test_the_effective_sample_size_is_that_of_the_valid_rows_and_a_small_one_is_said_once(replayed):
+    measure, valid, said = OffPolicy(replayed), torch.rand(6, 4) < 0.7, []
     log_ratio = torch.randn(6, 4) * 3
     weight = log_ratio[valid].clamp(max=math.log(1e3)).exp().double()
     for _ in range(120):
@@ -182,7 +185,9 @@ def test_the_effective_sample_size_is_that_of_the_valid_rows_and_a_small_one_is_
     assert batch.metrics["ess"] == pytest.approx(float(weight.sum() ** 2 / (weight**2).sum()) / len(weight), rel=1e-4)
     assert set(batch.metrics) == {"none", "rho", "rho_clipped", "ess"}
     share = float((log_ratio > 0)[valid].float().mean())
+    bound = "set max_lag (0: no limit; not with hogwild or store)"
+    advice = "vtrace.replay_share" if replayed else bound
     assert said == [
         f"off-policy: the samples of a batch count as {100 * batch.metrics['ess']:.0f}% of their number (ess), and "
-        f"{100 * share:.0f}% of the importance weights are clipped. Set max_lag (0: no limit) or optim.lr lower"
+        f"{100 * share:.0f}% of the importance weights are clipped. Set optim.lr lower, or {advice}"
     ]

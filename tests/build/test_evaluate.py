@@ -133,7 +133,7 @@ class Nested(gymnasium.Env[Any, Any]):
 
 
 def test_a_policy_acts_for_one_env_in_the_form_of_its_spaces(tmp_path):
-    coterie.train(small_ppo(tmp_path / "run", steps=100, **{"env.id": f"{__name__}:Nested"}), quiet=True)
+    coterie.train(small_ppo(tmp_path / "run", steps=100, env=f"{__name__}:Nested"), quiet=True)
     policy, env = load(tmp_path / "run"), Nested()
     assert env.action_space.contains(policy.act(env.reset()[0], sampled=True))
     assert evaluate_run(tmp_path / "run", episodes=3)["mean_return"] == 1
@@ -153,7 +153,7 @@ class Bytes(gymnasium.Env[Any, Any]):
 
 
 def test_an_env_whose_bytes_have_another_bound_is_another(tmp_path):
-    env = {"env.id": f"{__name__}:Bytes", "env.kwargs": {"high": 1}}
+    env = {"env": f"{__name__}:Bytes", "env.kwargs": {"high": 1}}
     coterie.train(small_ppo(tmp_path / "run", steps=100, **env), quiet=True)
     assert load(tmp_path / "run").act(np.ones(4, np.uint8)) in (0, 1)
     for high, now in ((9, r"uint8 \(4,\) up to 9"), (255, r"uint8 \(4,\)")):

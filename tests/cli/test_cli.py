@@ -79,10 +79,10 @@ TRAIN, NO_PRESET = ("train", "ppo", "--env", "CartPole-v1"), "coterie.parallel.p
         (("plan", "ppo", "--core-hour", "nan"), "--core-hour: must be at least 0, not nan"),
         (("plan", "ppo", "--target", "0"), "--target: 0 is not a number of frames/s above 0"),
         (("plan", "ppo", "--services", "/nowhere"), "--services: /nowhere cannot be read as JSON"),
-        (
-            ("actor", "--connect", "unix:s", "--env", "x", "--env.num-envs", "2"),
-            "--env.num-envs: the run decides this for its actors; leave it out",
-        ),
+        (("actor", "--connect", "unix:s", "--env", "x", "--env.num-envs", "2"), "--env.num-envs: the run decides this"),
+        (("envs", "--connect", "unix:s", "--env", "x", "--reward.scale", "2"), "--reward.scale: the run decides this"),
+        (("envs", "--connect", "unix:s", "--env", "x", "--env.action-repeat", "2"), "--env.action-repeat: the run"),
+        (("train", "ppo", "--env", "a", "--grid", "env=b,c"), "--grid: env.id is given as an option, too"),
         (("plan", "impala", "--env", "Pong-v5,Breakout-v5"), "env.id: plan needs a single task"),
     ],
 )
@@ -184,7 +184,7 @@ def test_each_refusal_is_the_one_line_for_a_config_that_meets_it(refusal):
         if field == refusal.field and words in refusal.reason:
             changes = other
     env = {"env": changes.get("env", "CartPole-v1")}
-    good, bad = presets.ppo(**env), presets.ppo(**env | changes)
+    good, bad = presets.ppo(**env), presets.ppo(**env | {k.removesuffix(".id"): x for k, x in changes.items()})
     validity.check(resolve_config(good), make_spec(good.env, good.atari))
     with pytest.raises(ConfigError) as error:
         validity.check(resolve_config(bad), make_spec(bad.env, bad.atari))

@@ -124,6 +124,8 @@ def test_images_of_other_families_have_numbered_actions_and_count_their_frames(e
         ({"id": "Ant-v9", "backend": "pool"}, "EnvPool has no such environment; nearest: Ant-v"),
         ({"id": "Pong-v5", "kwargs": '{"color": 1}'}, "env.kwargs: EnvPool's 'Pong-v5' has no option 'color'"),
         ({"id": "Pong-v5", "kwargs": '{"num_envs": 1}'}, "env.kwargs: 'num_envs' is set by Coterie"),
+        ({"id": "CartPole-v1", "kwargs": '{"max_episode_steps": 9}'}, "env.kwargs: 'max_episode_steps' is set by"),
+        ({"id": "CartPole-v1", "kwargs": '{"num_envs": 1}', "backend": "vector"}, "env.kwargs: 'num_envs' is set by"),
         ({"id": "Pong-v5", "kwargs": "[1]"}, r"env.kwargs: '\[1\]' is not a JSON object"),
         ({"id": "coterie.envs.testing:Nope"}, "no attribute 'Nope'"),
         ({"id": "nowhere.at.all:make"}, "No module named"),

@@ -72,17 +72,22 @@ def test_over_the_budget_of_replaced_envs_the_run_fails_with_the_last_reason():
 
 
 BUGGY = """
+import os
+from pathlib import Path
 from coterie.envs.testing import CountingEnv
 
 class Buggy(CountingEnv):
     made = 0
 
-    def __init__(self, where, exits=0):
+    def __init__(self, where, marker=""):
         super().__init__()
-        self.where, self.exits = where, exits
+        self.where, self.marker = where, marker
         Buggy.made += 1
         if where == "replacement" and Buggy.made > 1:
             {}["made"]
+        if where == "restart" and Path(marker).exists() and not Path(f"{marker}2").exists():
+            Path(f"{marker}2").touch()
+            raise OSError("address already in use")
 
     def reset(self, **options):
         if self.where == "reset":
@@ -93,11 +98,14 @@ class Buggy(CountingEnv):
         obs, reward, *rest = super().step(action)
         if self.where == "step":
             {}["step"]
+        if self.where == "restart" and not Path(self.marker).exists():
+            Path(self.marker).touch()
+            os._exit(3)
         return obs, float("nan") if self.where == "replacement" else reward, *rest
 """
 
 
-@pytest.mark.parametrize(("where", "line"), [("step", 22), ("reset", 16), ("replacement", 12)])
+@pytest.mark.parametrize(("where", "line"), [("step", 27), ("reset", 21), ("replacement", 14)])
 def test_an_exception_ends_the_run_at_once_with_its_traceback(where, line, tmp_path, monkeypatch):
     (tmp_path / "buggy.py").write_text(BUGGY)
     monkeypatch.syspath_prepend(tmp_path)
@@ -127,8 +135,26 @@ def test_an_env_that_raises_can_be_replaced_and_its_traceback_comes_once(tmp_pat
     ):
         play(e, 3)
     assert str(caught.value).startswith("6 envs had to be replaced")
-    assert str(caught.value).endswith("buggy.py, line 12, in __init__)")
+    assert str(caught.value).endswith("buggy.py, line 14, in __init__)")
     assert "in __init__\n" in caught.value.trace
+
+
+def test_an_exception_in_a_restarted_worker_is_replaced_or_ends_the_run(tmp_path, monkeypatch):
+    """The env ends its process once, and the next one cannot be made: a license, or a port that is still taken."""
+    (tmp_path / "buggy.py").write_text(BUGGY)
+    monkeypatch.syspath_prepend(tmp_path)
+    kwargs = {"where": "restart", "marker": str(tmp_path / "once")}
+    with make("buggy:Buggy", 1, kwargs=kwargs, on_error="replace") as envs:
+        seen, reasons = play(envs, 6), envs.reports.take().failures
+    assert [reason.split(": ", 1)[1].partition(" (")[0] for reason in reasons] == [
+        "its worker process died", "OSError: address already in use",
+    ]  # fmt: skip
+    assert pattern(seen, 0) == "FF....D"
+    for marker in tmp_path.glob("once*"):
+        marker.unlink()
+    says = "OSError: address already in use"
+    with pytest.raises(CoterieError, match=says), make("buggy:Buggy", 1, kwargs=kwargs) as envs:
+        play(envs, 6)
 
 
 def test_an_env_that_was_edited_since_it_was_described_is_refused(tmp_path, monkeypatch):

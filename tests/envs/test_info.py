@@ -78,7 +78,7 @@ def test_what_counts_as_a_number_is_the_same_for_one_env_and_for_many():
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 def test_a_vector_env_may_have_them_nested_and_may_have_none(kind):
-    for lacks, wanted in (("info", {}), ("", {"deep/step": (20.0, 8), "odd": (4.0, 4), "3": (8.0, 8)})):
+    for lacks, wanted in (("info", {}), ("", {"deep/step": (20.0, 8), "final_odd": (4.0, 4), "3": (8.0, 8)})):
         kwargs = {"kind": kind, "lacks": lacks}
         with make("tests.support.vectors:Counting", 2, backend="vector", kwargs=kwargs, info="steps") as envs:
             play(envs, 4)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import zlib
+from io import BytesIO
 
 import pytest
 
@@ -216,6 +217,15 @@ def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path, monkeypatch):
     recorder.flush()  # at once
     recorder.close()
     assert recorder.failed == "No space left on device"
+
+
+def test_a_write_that_is_cut_short_is_a_full_disk():
+    class NearlyFull(BytesIO):
+        def write(self, data):
+            return super().write(data[:3])
+
+    with pytest.raises(OSError, match="No space left on device"):
+        record._write(NearlyFull(), b"four")
 
 
 def test_threads_that_note_their_first_event_at_once_start_one_writer(tmp_path, monkeypatch):

@@ -5,15 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coterie import presets
-from coterie.build.resources import resolve_config
-from coterie.build.validity import check
 from coterie.config import Model, Q
 from coterie.models.build import Network, acting_copy
 from coterie.models.mlp import Tanh
 from coterie.models.torsos import Residual, build_torso
 from coterie.parallel.params import FlatParams
-from coterie.types import ConfigError, CoterieError, Inputs, ObsSpec
+from coterie.types import ConfigError, Inputs, ObsSpec
 from tests.conftest import IMAGE, VECTOR, make_rollout
 
 
@@ -172,64 +169,6 @@ def test_unknown_and_unfit_torsos_are_refused_in_one_line():
         build_torso({"": ObsSpec((3, 8, 8), "uint8")}, Model(torso="nature"))
     with pytest.raises(ConfigError, match=r"^model\.torso: cannot import"):
         build_torso({"": ObsSpec((3,), "float32")}, Model(torso="nowhere:torso"))
-
-
-def custom_torso(obs, config):
-    net = torch.nn.Linear(3, 6)
-    net.size = 6
-    return net
-
-
-def broken_torso(obs, config):
-    return custom_torso(obs, config)[1:]
-
-
-class WideTorso(torch.nn.Module):
-    """Torch raises, in a layer of another width."""
-
-    size = 6
-
-    def __init__(self, obs, config):
-        super().__init__()
-        self.layer = torch.nn.Linear(7, 6)
-
-    def forward(self, obs):
-        return self.layer(obs)
-
-
-@pytest.mark.parametrize(("torso", "error"), [("broken_torso", "TypeError"), ("WideTorso", "RuntimeError")])
-def test_a_mistake_in_a_custom_torso_is_one_line_with_its_place_and_a_traceback(torso, error):
-    config = presets.ppo(env="CartPole-v1", model={"torso": f"{__name__}:{torso}"})
-    says = rf"^model: the network cannot be made or used: {error}: .*test_models\.py, line \d+, in (forward|{torso})\)"
-    with pytest.raises(CoterieError, match=says) as caught:
-        check(resolve_config(config), VECTOR)
-    assert "Traceback" in caught.value.trace
-
-
-def test_a_custom_torso_is_named_by_module_and_callable():
-    model = Network(VECTOR, Model(torso="tests.models.test_models:custom_torso", share="yes"))
-    assert model.policy.in_features == 6
-
-
-def make_core(size: int, config: Model) -> torch.nn.Module:
-    """A core that leaves the dtype of its input as it is."""
-    core = torch.nn.Linear(size, 6)
-    core.forward = lambda x, is_first, state: (torch.nn.Linear.forward(core, x), state)  # type: ignore[method-assign]
-    core.size, core.initial_state = 6, lambda batch: torch.zeros(batch, 1)  # type: ignore[assignment]
-    return core
-
-
-def test_a_custom_core_acts_in_float32_behind_a_torso_in_bf16():
-    model = Network(IMAGE, Model(torso="auto", core="tests.models.test_models:make_core"))
-    twin, _ = acting_copy(model, torch.bfloat16)
-    seen = Inputs(*(x[0] for x in inputs_of(make_rollout(IMAGE, 1, 5), 1)))
-    with torch.inference_mode():
-        assert twin(seen, twin.initial_state(5))[0].dtype == torch.float32
-    found = []
-    model.core.register_forward_hook(lambda core, given, answer: found.append(answer[0].dtype))
-    with torch.autocast("cpu", torch.bfloat16):  # as in training
-        model(seen, model.initial_state(5))
-    assert found == [torch.float32]
 
 
 def test_acting_copy_follows_the_weights_only_when_refreshed():

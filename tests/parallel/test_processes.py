@@ -133,6 +133,19 @@ def test_a_child_has_the_environment_variables_that_its_parent_has_now(monkeypat
     assert results("LEVEL") == ["LEVEL"]
 
 
+def has_a_child(post):
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        post("result", pool.apply(abs, (-2,)))
+
+
+def test_an_env_in_a_child_may_have_processes_of_its_own():
+    child = Child("child", available_cores(), has_a_child, ())
+    try:
+        assert gather([child], PATIENCE) == [2]
+    finally:
+        child.kill()
+
+
 def test_a_fork_has_children_of_its_own_unless_it_is_daemonic():
     fork = multiprocessing.get_context("fork")
     assert results(1) == [1]

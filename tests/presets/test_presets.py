@@ -190,6 +190,26 @@ def test_a_vector_beside_an_image_is_normalized(name):
         assert config.model.normalize_obs == normalized
 
 
+@pytest.mark.parametrize("agents", [2, 3, 5, 6, 7, 20])
+@pytest.mark.parametrize("image", [False, True])
+def test_presets_fit_teams_of_any_size(agents, image):
+    obs = ObsSpec((4, 84, 84), "uint8") if image else ObsSpec((4,), "float32")
+    spec = Spec("team", {"": obs}, ActionSpec("categorical", (3,)), agents=agents)
+    for name in ("ppo", "impala", "impala-paper", "seed-vtrace"):
+        config = presets.make(name, "CartPole-v1", spec)
+        assert config.env.num_envs % agents == 0
+        assert config.decoupled.batch_size % agents == 0
+        assert config.decoupled.batch_size % (config.vtrace.minibatch or 1) == 0
+    assert presets.make("impala", "CartPole-v1", spec, **{"decoupled.batch_size": 11}).decoupled.batch_size == 11
+
+
+def test_the_env_decides_the_settings_however_it_is_given():
+    lander = presets.make("dqn", "LunarLander-v3")
+    assert presets.make("dqn", **{"env.id": "LunarLander-v3"}) == lander != presets.make("dqn", "CartPole-v1")
+    with pytest.raises(ConfigError, match=r"^env\.id: give the env as env="):
+        presets.dqn(**{"env.id": "LunarLander-v3"})
+
+
 def test_a_preset_that_does_not_exist_is_told_those_that_do():
     with pytest.raises(AttributeError, match=r"^coterie\.presets has no 'td3'; presets are a2c, ppo, "):
         presets.td3  # noqa: B018

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -68,6 +69,18 @@ def test_a_tensor_is_restored_bit_for_bit(tmp_path: Path, x: torch.Tensor) -> No
     assert (y.dtype, y.shape) == (x.dtype, x.shape)
     y.zero_()  # what was loaded can be trained on
     assert not y.any()
+
+
+def test_views_of_one_storage_are_copied_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flat, alone = torch.arange(6.0), torch.arange(9.0)
+    group = {"a": flat[:2], "b": flat[2:], "tied": alone[:4], "same": alone[:4]}
+    group["replay"] = torch.from_numpy(np.arange(3))
+    written = dict[str, torch.Tensor]()
+    save_file = checkpoint.save_file
+    monkeypatch.setattr(checkpoint, "save_file", lambda x, file: (written.update(x), save_file(x, file)))
+    found = checkpoint.load(save_checkpoint(tmp_path, 1, {"g": group}, {}))[0]["g"]
+    assert all(torch.equal(found[name], x) for name, x in group.items())
+    assert [name for name, x in group.items() if written[name].data_ptr() == x.data_ptr()] == ["replay"]
 
 
 def test_loaded_tensors_do_not_depend_on_the_file(tmp_path: Path) -> None:

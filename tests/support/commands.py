@@ -14,12 +14,21 @@ from typing import Any
 
 import psutil
 
+from coterie.cli.main import main
 from coterie.runs.metrics import read_metrics
 from tests.support.process_table import tagged
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 120.0  # seconds; a machine may be busy
+
+
+def printed(capsys: Any, *args: str) -> str:
+    """What a command prints in this process, which may print nothing on stderr."""
+    assert main(list(args)) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return str(out)
 
 
 def python(

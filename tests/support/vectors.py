@@ -83,7 +83,7 @@ class Counting(VectorEnv[Any, Any, Any]):
             self._restart(self.finished)
         calls, odd = np.full(self.num_envs, float(self.calls)), np.where(self.begin == 0, np.inf, 1.0)
         told = {"step": calls if self.kind == "numpy" else torch.from_numpy(calls)}
-        info |= {"deep": told, "odd": odd, "": "", 3: 1}
+        info |= {"deep": told, "final_odd": odd, "": "", 3: 1}
         if self.lacks == "reward":
             reward = reward[:, None]
         if self.lacks == "flags":

@@ -68,6 +68,15 @@ def test_the_cost_of_acting_is_measured_with_the_envs_own_exploration(monkeypatc
     assert costs["train"] > 0
 
 
+def test_the_ceiling_is_that_of_cores_and_of_gpus(monkeypatch):
+    monkeypatch.setattr(command, "available_cores", lambda: [0, 1, 2, 3])
+    rates = dict.fromkeys(("env_only", "acting", "training"), 1.0)
+    one = {**rates, "env": 1e-3, "act": 1e-3, "train": 2e-3}
+    assert command._sum([[one], [one]], gpus=0)["ceiling"].tolist() == [1000]
+    assert command._sum([[one], [one]], gpus=1)["ceiling"].tolist() == [pytest.approx(1e3 / 3)]
+    assert command._sum([[{**one, "env": 2e-2}]], gpus=1)["ceiling"].tolist() == [200]
+
+
 def test_the_spread_is_that_of_the_middle_half():
     assert spread([0.1, 0.98, 1.0, 1.0, 1.01, 9.0]) == pytest.approx(0.0225)
     assert spread([1.0] * 4) == np.inf

@@ -16,6 +16,7 @@ from coterie.envs.tasks import tasks
 from coterie.exchange.table import EXCHANGES, exchange_kind
 from coterie.ops.optim import scaled_lr
 from coterie.plugins import NETWORKS
+from coterie.remote.admission import ENV_SETTINGS
 from coterie.runs.config_io import get
 from coterie.runs.config_io import replace as changed
 from coterie.runs.trust import IMPORTED_BY_ACTORS, code_of
@@ -29,7 +30,8 @@ _SCHEDULES = ("optim.schedule", "algo.entropy_schedule", "ppo.clip_schedule")
 _OF_ALL = (  # settings that count env steps, or episodes, of all learners
     "q.epsilon_steps", "replay.capacity", "eval.every", *(f"{x}.{y}" for x in _SCHEDULES for y in ("at", "warmup")),
 )  # fmt: skip
-_NOT_PASSED_ON = ("id", "num_envs", "threads", "delay_learner")  # of `env`: passed separately, or unused by a worker
+# Of `env`: passed separately, unused by a worker, or sent by the run.
+_NOT_PASSED_ON = ("id", "num_envs", "threads", "delay_learner", *ENV_SETTINGS)
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def bench(asked: Config, seconds: float) -> dict[str, Any]:
         found = [_measure(LearnerProcess(config), seconds)]
     else:
         found = _measure_children(config, seconds)
-    rounds = _sum([one["rounds"] for one in found])
+    rounds = _sum([one["rounds"] for one in found], len({one["gpu"] for one in found} - {""}))
     middle = {k: float(np.median(values)) for k, values in rounds.items()}
     parts = {k: middle[k] for k in ("env", "act", "train")}
     ratio = rounds["training"] / rounds["ceiling"]
@@ -83,12 +83,18 @@ def bench(asked: Config, seconds: float) -> dict[str, Any]:
     }
 
 
-def _sum(learners: list[list[Round]]) -> dict[str, Any]:
-    """The rounds of all learners: summed rates, mean costs of an env step, and the ceiling of each round."""
+def _sum(learners: list[list[Round]], gpus: int) -> dict[str, Any]:
+    """The rounds of all learners: summed rates, mean costs of an env step, and the ceiling of each round. `gpus`: that
+    act and train.
+    """
     by_key = {k: np.array([[one[k] for one in rounds] for rounds in learners]) for k in learners[0][0]}
     rates = {k: by_key.pop(k).sum(0) for k in ("env_only", "acting", "training")}
     costs = {k: x.mean(0) for k, x in by_key.items()}
-    return {**rates, **costs, "ceiling": len(available_cores()) / sum(costs[k] for k in ("env", "act", "train"))}
+    on_cores = costs["env"] + (0 if gpus else costs["act"] + costs["train"])
+    ceiling = len(available_cores()) / on_cores
+    if gpus:
+        ceiling = np.minimum(ceiling, gpus / (costs["act"] + costs["train"]))
+    return {**rates, **costs, "ceiling": ceiling}
 
 
 def spread(ratio: Any) -> float:
@@ -146,6 +152,7 @@ def _measure(learner: LearnerProcess, seconds: float) -> dict[str, Any]:
         "turn": turn,
         "stages": dict(stages),
         "action_repeat": learner.spec.action_repeat,
+        "gpu": str(device) if (device := learner.resources.device).type == "cuda" else "",
     }
 
 

@@ -209,7 +209,7 @@ class StepTimer:
         """Seconds of processor time that a call takes: other learners may share the core, and a value method prepares
         its next batch meanwhile.
         """
-        clock = time.perf_counter if self.device.type == "cuda" else time.process_time
+        clock = self._done if self.device.type == "cuda" else time.process_time
         if self.learner.resources.record and name not in self.warmed:
             self.warmed.add(name)
             for _ in range(5):  # until it is recorded and TorchScript has settled
@@ -219,3 +219,8 @@ class StepTimer:
             call()
             calls += 1
         return (clock() - begin) / calls
+
+    def _done(self) -> float:
+        """The time when the GPU has done what it was given."""
+        torch.cuda.synchronize(self.device)
+        return time.perf_counter()

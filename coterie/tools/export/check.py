@@ -150,7 +150,7 @@ def _made_up(policy: Policy, rng: np.random.Generator, batch: int) -> Iterator[I
 
 
 def made_up(spec: ObsSpec, rng: np.random.Generator, n: int) -> Array:
-    """Random observations `[n, *shape]` within the spec."""
+    """Random observations `[n, *shape]` of the spec's dtype; bounds are not kept."""
     shape = (n, *spec.shape)
     if spec.text:
         words, lengths = rng.integers(1, int(spec.high) + 1, shape), rng.integers(spec.shape[0] + 1, size=(n, 1))

@@ -112,7 +112,7 @@ def _search(
     json_of = [result and result.to_json() for result in (best, fastest)]
     found = {"target": target, "cheapest": json_of[0], "beyond": json_of[1]}
     if best is None:
-        said = f"; {fastest.layout.name} on all of this hardware reaches {fastest.frames_per_s:,.0f}" if fastest else ""
+        said = f"; the fastest, {fastest.layout.name}, reaches {fastest.frames_per_s:,.0f}" if fastest else ""
         return found, f"no layout within these bounds reaches {target:,.0f} frames/s{said}"
     lay, h = best.layout, best.layout.hardware
     machines = f"{h.machines} machines of " * (h.machines > 1) + counted(h.cores, "core")

@@ -1,6 +1,7 @@
 """What the parts of a run cost on this machine, measured by short turns of the learner's own loop.
 
-A process on every core runs the loop that `bench` measures, inline and with one thread, for a few envs and for more.
+A process on each of up to 8 cores runs the loop that `bench` measures, inline and with one thread, for a few envs and
+for more.
 The simulation derives the rate of a layout from these costs.
 """
 
@@ -83,8 +84,10 @@ def measure(config: Config, seconds: float) -> Services:
     first = found[0]
     # Repeated alone, an exchange finds its weights in the cache, so only its cost beside solo is added. In lockstep the
     # fastest learner's time is taken: the others' includes waiting, which the simulation adds.
+    share = min(1.0, len(available_cores()) / len(found))  # of a core, for each process
     turns = [merge([one["turns"][i] for one in found]) for i in range(2)]
-    times = {kind: np.array([one["exchange"][kind] for one in found]) for kind in EXCHANGES}
+    turns = [{k: x if k in ("samples", "valid") else share * x for k, x in turn.items()} for turn in turns]
+    times = {kind: share * np.array([one["exchange"][kind] for one in found]) for kind in EXCHANGES}
     own = {kind: float(np.median(t.min(0) if EXCHANGES[kind].in_lockstep else t)) for kind, t in times.items()}
     beside = {kind: max(0.0, x - own["solo"]) for kind, x in own.items()}
     obs_bytes = float(spec.obs_bytes)

@@ -153,11 +153,10 @@ def option_text(value: Any) -> str:
 
 def find_runs(given: Iterable[str]) -> list[RecordedRun]:
     """The runs of folders, each a run's or one of runs. Raises `ConfigError` for neither, and for a run given twice."""
-    found: list[RecordedRun] = []
-    for name in given:
-        folder = Path(name)
-        if folder.is_file() and Path(name.removesuffix(".args.json").removesuffix(".txt")).is_dir():
-            continue  # what a sweep wrote beside the folder: the shell's `sweep-*` names it, too
+    found, given = list[RecordedRun](), list(given)
+    for folder in map(Path, given):
+        if folder.is_file() and folder.suffix in (".json", ".txt") and len(given) > 1:
+            continue  # what a sweep wrote beside its folders: the shell's `sweep-*` names it, too
         inner = [] if (folder / "config.json").exists() else sorted(p.parent for p in folder.glob("*/config.json"))
         found += [read_run(path) for path in inner or [folder]]
     seen = [run.folder.resolve() for run in found]

@@ -57,7 +57,9 @@ def reproduce(asked: Namespace, refuse: Refuse) -> int:
         if asked.env:
             size = replace(size, envs=tuple(env.strip() for env in asked.env.split(",")))
             given.append(f"--env {asked.env}")
-        if asked.seeds:
+        if asked.seeds and FIGURES[name].verb != "train" and len(names) == 1:
+            raise ConfigError(f"--seeds: {name} trains nothing, and its measurements have no seed")
+        if asked.seeds and FIGURES[name].verb == "train":
             size = replace(size, seeds=asked.seeds)
             given.append(f"--seeds {asked.seeds}")
         where = "-".join([asked.budget, *([asked.env.replace(",", "-").replace("/", "-")] if asked.env else [])])
@@ -93,9 +95,9 @@ def _reproduce(order: Order, at_once: int, dry: bool, refuse: Refuse) -> int:
             return EXIT_INTERRUPTED
         seconds, trained = found
         about = "about" if trained else "more than"
+        how = ", estimated from a short run of each" if figure.verb == "train" else ""
         why = "" if trained else "; some of these ended before they began to train"
-        took = timedelta(seconds=round(seconds))
-        print(f"{figure.name}: {about} {took}, estimated from a short run of each{why}", flush=True)
+        print(f"{figure.name}: {about} {timedelta(seconds=round(seconds))}{how}{why}", flush=True)
     if dry:
         for plan in plans:
             print(f"coterie {plan.job.verb} {' '.join(plan.job.args)}")
@@ -119,7 +121,7 @@ def _write(order: Order, results: Sequence[ArmResult], missing: Sequence[str]) -
     envs = ", ".join(dict.fromkeys(env for result in results for env in result.envs)) or ", ".join(size.envs)
     seeds = f"{size.seeds} seed{'s' * (size.seeds > 1)}"
     each = f"{size.steps:,} env steps of each run, {seeds}" if size.steps else f"{size.seconds:g} s of each measurement"
-    verdict, checks = decide(figure, results, size.seeds)
+    verdict, checks = decide(figure, results, size)
     facts = [
         f"Verdict: {verdict}.",
         f"Claim: {figure.claim}",

@@ -90,7 +90,7 @@ def estimate(figure: Figure, size: Size, plans: Sequence[Planned], probes: Path)
     failed.
     """
     if figure.verb != "train":
-        return size.seconds * len(plans), True
+        return size.seconds * sum(plan.job.report() is None for plan in plans), True
     short = replace(size, steps=figure.sizes["smoke"].steps, seeds=1)
     tries = planned(figure, short, "smoke", probes)
     if run_jobs([p.job for p in tries], 1) == EXIT_INTERRUPTED:

@@ -73,14 +73,17 @@ def sampling(figure: Figure, results: Sequence[ArmResult], size: Size) -> Drawin
     """Accelerated Methods 1b: env steps/s of the envs alone, with acting, and with training, from `coterie bench`."""
     names = {"env_only": "envs alone (no inference)", "acting": "with batched inference", "training": "with training"}
     found = [(result.arm.x, report) for result in results for report in result.reports]
-    each = np.array([simulators / report["cores"] for simulators, report in found])
-    drawn = [Line(label, each, np.array([report[name] for _, report in found])) for name, label in names.items()]
+    charts = []
+    for env in dict.fromkeys(report["env"] for _, report in found):
+        of = [(n / report["cores"], report) for n, report in found if report["env"] == env]
+        each = np.array([n for n, _ in of])
+        drawn = [Line(label, each, np.array([report[name] for _, report in of])) for name, label in names.items()]
+        charts.append(lines(f"Sampling, {env}", drawn, "simulators for each core", "env steps/s", log_x=True))
     rows = [
         [report["env"], number(n), number(n / report["cores"]), *(number(report[name]) for name in names)]
         for n, report in found
     ]
-    chart = lines("Sampling", drawn, "simulators for each core", "env steps/s", log_x=True)
-    return Drawing([chart], [Table("Env steps/s", ["env", "simulators", "for each core", *names.values()], rows)])
+    return Drawing(charts, [Table("Env steps/s", ["env", "simulators", "for each core", *names.values()], rows)])
 
 
 def secondary(figure: Figure, results: Sequence[ArmResult], size: Size) -> Drawing:

@@ -12,18 +12,18 @@ from collections.abc import Iterator, Sequence
 
 from coterie.tools.report.tables import Table, number
 from coterie.tools.reproduce.drawings import all_envs, named
-from coterie.tools.reproduce.figure import Arm, ArmResult, Check, Figure
+from coterie.tools.reproduce.figure import Arm, ArmResult, Check, Figure, Size
 from coterie.tools.reproduce.measures import MEASURES, Measure
 from coterie.tools.reproduce.special import convergence
 
 ENOUGH = 3  # runs a side
 
 
-def decide(figure: Figure, results: Sequence[ArmResult], seeds: int) -> tuple[str, Table]:
-    """`differs` if any check is reversed, `agrees` if all hold, else `undecided`; and a table of the checks. `seeds`:
-    how many runs there should be of each arm and env.
+def decide(figure: Figure, results: Sequence[ArmResult], size: Size) -> tuple[str, Table]:
+    """`differs` if any check is reversed, `agrees` if all hold, else `undecided`; and a table of the checks. `size`:
+    which runs there should be.
     """
-    rows = [row for check in figure.checks for row in _rows(figure, check, results, seeds)]
+    rows = [row for check in figure.checks for row in _rows(figure, check, results, size)]
     outcomes = {row[-1] for row in rows}
     word = "differs" if "reversed" in outcomes else "agrees" if outcomes == {"holds"} else "undecided"
     head = ["measure", "env", "above", "its runs", "below", "its runs", "outcome"]
@@ -51,11 +51,14 @@ def compared(figure: Figure, check: Check, results: Sequence[ArmResult]) -> list
     return [(a, b) for a in above for b in below if a.arm.point == b.arm.point or not by_value]
 
 
-def _rows(figure: Figure, check: Check, results: Sequence[ArmResult], seeds: int) -> Iterator[list[str]]:
+def _rows(figure: Figure, check: Check, results: Sequence[ArmResult], size: Size) -> Iterator[list[str]]:
     measure = convergence(results)[0] if check.measure == "convergent" else MEASURES[check.measure]
+    planned = [env for result in results for env in result.arm.envs or size.envs]  # some may have no run
+    envs = dict.fromkeys([*all_envs(results), *planned])
     for a, b in compared(figure, check, results):
-        for env in all_envs(results):
-            above, below = (_values(side, r, env, measure, seeds) for side, r in ((check.above, a), (check.below, b)))
+        for env in envs:
+            sides = (check.above, a), (check.below, b)
+            above, below = (_values(side, r, env, measure, size.seeds) for side, r in sides)
             runs = [", ".join(map(number, values)) if r.runs else "-" for r, values in ((a, above), (b, below))]
             yield [measure.what, env, _name(a), runs[0], _name(b), runs[1], outcome(above, below, check.or_equal)]
 

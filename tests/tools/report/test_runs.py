@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from coterie.tools.report.runs import differences, find_runs, methods, read_run
 from coterie.tools.report.sections import AXES, aggregates, returns
 from coterie.tools.report.stats import band, interquartile_mean, interval, on_grid
 from coterie.tools.report.tables import final_return, outcomes
-from coterie.types import ConfigError
+from coterie.types import ConfigError, CoterieError
 from tests.tools.report.recorded import record
 
 
@@ -60,6 +61,17 @@ def test_runs_of_different_lengths_are_different_methods_unless_each_env_has_one
         "ppo (steps 500)",
         "ppo (steps 700)",
     ]
+
+
+def test_files_that_a_sweep_leaves_beside_its_runs_are_left_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a-seed0", "a-seed1"):
+        record(tmp_path / name, "ppo", seed=int(name[-1]))
+    for name in ("a-seed0.args.json", "a-seed2.args.json", "a-seed2.txt", "a-seed0-step_9-eval10.json"):
+        (tmp_path / name).touch()  # the third run did not begin
+    assert [run.folder.name for run in find_runs(sorted(map(str, Path().glob("a-*"))))] == ["a-seed0", "a-seed1"]
+    with pytest.raises(CoterieError, match="not a run folder"):
+        find_runs(["a-seed2.txt"])
 
 
 def test_scores_of_atari_games_are_human_normalized(tmp_path):

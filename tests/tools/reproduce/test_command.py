@@ -144,6 +144,7 @@ def test_a_budget_is_a_name_or_env_steps():
         sized(figure, "large")
     with pytest.raises(ConfigError, match="accel-1b trains nothing"):
         sized(FIGURES["accel-1b"], "1000")
+    assert main(["reproduce", "accel-1b", "--seeds", "2"]) == 2
 
 
 def test_an_evaluation_that_is_done_is_not_made_again_where_the_folder_has_another_name(tmp_path, monkeypatch):

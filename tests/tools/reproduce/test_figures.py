@@ -197,6 +197,9 @@ def test_charts_show_the_runs_own_metrics_speeds_over_simulators_and_dollars():
     layers = {"torso.layers.0.conv.weight", "torso.layers.11.weight"}  # the first and the last
     assert titles == {"CartPole-v1", *layers}
     assert ("envs alone (no inference)", 2.0, 4000.0, 4000.0, 4000.0) in drawn("accel-1b").charts[0].rows
+    several = replace(FIGURES["accel-1b"].sizes["smoke"], envs=("CartPole-v1", "Acrobot-v1"))
+    charts = draw(FIGURES["accel-1b"], results(FIGURES["accel-1b"], several), several).charts
+    assert [chart.title for chart in charts] == ["Sampling, CartPole-v1", "Sampling, Acrobot-v1"]
     lags = drawn("staleness", "small").charts[0]
     assert [x for label, x, *_ in lags.rows if label == "PPO"] == [0, 4, 16, 64, 256]
     assert ">0</text>" in lags.svg[lags.svg.index("xtick_1") : lags.svg.index("xtick_2")]  # no lag has a place, too

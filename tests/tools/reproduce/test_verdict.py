@@ -1,5 +1,7 @@
 """Verdicts: the rule on known numbers, and every figure's claim and checks."""
 
+from dataclasses import replace
+
 import pytest
 
 from coterie.tools.reproduce.figure import FIGURES, ArmResult
@@ -29,10 +31,12 @@ def test_a_check_holds_if_every_run_has_more_than_every_other():
 def test_a_verdict_is_that_of_all_checks_where_they_compare(name, numbers, word, unfinished):
     size = FIGURES[name].sizes["small"]
     made = results(FIGURES[name], size, **numbers)
-    assert decide(FIGURES[name], made, size.seeds)[0] == word
-    assert decide(FIGURES[name], made, size.seeds + 1)[0] == "undecided"  # one did not start
+    assert decide(FIGURES[name], made, size)[0] == word
+    assert decide(FIGURES[name], made, replace(size, seeds=size.seeds + 1))[0] == "undecided"  # one did not start
+    if word == "agrees":
+        assert decide(FIGURES[name], made, replace(size, envs=(*size.envs, "Other-v0")))[0] == "undecided"  # nor an env
     del made[-1].runs[0].lines[-1], made[-1].runs[0].summary["status"]
-    assert decide(FIGURES[name], made, size.seeds)[0] == unfinished
+    assert decide(FIGURES[name], made, size)[0] == unfinished
 
 
 @pytest.mark.parametrize("figure", FIGURES.values(), ids=FIGURES)
