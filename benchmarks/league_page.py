@@ -11,8 +11,8 @@ import numpy as np
 from league_entries import RECORDS, ROOT, TABLE, Entry, Record, listed
 from marked import replaced
 
+from coterie.errors import counted
 from coterie.tools.report.stats import band, interquartile_mean, interval, on_grid
-from coterie.types import counted
 
 SOURCES = tomllib.loads((Path(__file__).parent / "published.toml").read_text())["source"]
 TITLES = {"mujoco": "MuJoCo"}

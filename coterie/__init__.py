@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from coterie.build.policy import Policy, evaluate_run, load
     from coterie.config import Config
     from coterie.envs.backend import Backend, StepResults, declare
+    from coterie.errors import ConfigError, CoterieError
     from coterie.exchange.table import register_exchange
     from coterie.launch.session import resume, train
     from coterie.roles.callbacks import Callback, Run
     from coterie.tools.check_env import check_env
-    from coterie.types import ConfigError, CoterieError
 
 __version__ = "0.1.0"
 __all__ = [
@@ -41,7 +41,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 _HOME = {
     "build.policy": ("Policy", "evaluate_run", "load"),
     "config": ("Config",),
-    "types": ("ConfigError", "CoterieError"),
+    "errors": ("ConfigError", "CoterieError"),
     "roles.callbacks": ("Callback", "Run"),
     "tools.check_env": ("check_env",),
     "acting.table": ("register_acting",),

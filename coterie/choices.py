@@ -11,8 +11,8 @@ from pkgutil import resolve_name
 from typing import TypeVar
 
 from coterie.config import Config
+from coterie.errors import ConfigError
 from coterie.plugins import importing, prepare_import
-from coterie.types import ConfigError
 
 T = TypeVar("T")
 C = TypeVar("C", bound=Config)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from coterie.types import ConfigError
+from coterie.errors import ConfigError
 
 EXTRAS = {
     "envpool": "fast C++ environments: Atari, Box2D, MuJoCo, classic control, ViZDoom and more",

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from coterie.acting.base import Acting
 from coterie.algorithms.base import Algorithm, AnyAlgorithm, AnyBatch, Batch, BatchPart, Clock, Compute, Loss, checked
+from coterie.errors import CoterieError
 from coterie.exchange.base import Exchange, NonFinite
 from coterie.models.base import Model
 from coterie.parallel.graphs import Graphed
 from coterie.parallel.params import FlatParams, pieces
 from coterie.parallel.stages import Stages
-from coterie.types import CoterieError, Rollout
+from coterie.types import Rollout
 
 
 class Observer:
@@ -101,7 +102,7 @@ class Progress:
             return  # a skipped batch is not in the means
         self.batches += 1
         for name, value in batch.metrics.items():
-            if math.isfinite(value):  # a custom algorithm's own may be NaN
+            if math.isfinite(value):  # a number of a custom algorithm's `after_step` may be NaN: it counts as 0
                 self.metrics[name] = self.metrics.get(name, 0.0) + value
 
     def end(self, rollout: Rollout) -> None:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from coterie.config import Config
-from coterie.types import ConfigError, CoterieError, one_line, reason_of
+from coterie.errors import ConfigError, CoterieError, one_line, reason_of
 
 PARTS = ("acting", "exchange")
 NETWORKS = ("model.torso", "model.core", "model.network")

@@ -4,7 +4,7 @@
     python examples/action_masks.py                                # the same from Python
 
 The action is a Dict: which shell, and how far. `action_mask` in the observation says which shells are left. An action
-without numbers (`angle=False`) suits the value methods, too: `coterie train dqn --env.kwargs '{"angle": false}'`.
+without numbers suits the value methods, too: the same with `dqn`, and with `--env.kwargs '{"angle": false}'`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Callbacks for early stopping, custom metrics, a curriculum and videos: python examples/callbacks.py [ENV_STEPS]
 
 Or by name, from the folder examples: coterie train ppo --env callbacks:Corridor --callbacks callbacks:Curriculum
+Videos need the extra `video`.
 """
 
 import os

@@ -1,6 +1,7 @@
 """Several agents with one policy: robots that meet in pairs. python examples/multi_agent.py [STEPS]
 
-Or by name, in the folder examples: coterie train ppo --env multi_agent:Pairs --steps 200000
+Or by name, in the folder examples: coterie train ppo --env multi_agent:Pairs --steps 200000. Needs the extra
+`pettingzoo`.
 """
 
 import sys

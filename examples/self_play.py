@@ -1,6 +1,7 @@
 """Self-play in a game of our own: Nim, where the best move is known. python examples/self_play.py [STEPS]
 
-Or by name, in the folder examples: coterie train ppo --env selfplay/self_play:Nim --steps 60000
+Or by name, in the folder examples: coterie train ppo --env selfplay/self_play:Nim --steps 60000. Needs the extra
+`pettingzoo`.
 """
 
 import json

@@ -22,9 +22,9 @@ import pytest
 import coterie
 from coterie.cli.main import main
 from coterie.cli.options import config_of, possible
+from coterie.errors import CoterieError
 from coterie.presets import value as values
 from coterie.runs.metrics import read_metrics
-from coterie.types import CoterieError
 from tests.plugins.page import write_files
 from tests.support.net import free_port
 

@@ -13,9 +13,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1] / "coterie"
 # From the bottom up: a room imports from the rooms before it.
 ROOMS = [
-    "types", "config", "extras", "parallel", "wire", "ops", "plugins", "choices", "envs", "models", "replay", "runs",
-    "flight", "exchange", "presets", "remote", "acting", "algorithms", "learner", "build", "instruments", "roles",
-    "launch", "tools", "cli", "__main__",
+    "errors", "types", "config", "extras", "parallel", "wire", "ops", "plugins", "choices", "envs", "models", "replay",
+    "runs", "flight", "exchange", "presets", "remote", "acting", "algorithms", "learner", "build", "instruments",
+    "roles", "launch", "tools", "cli", "__main__",
 ]  # fmt: skip
 
 

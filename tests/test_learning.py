@@ -23,8 +23,8 @@ from coterie.build.policy import evaluate_run
 from coterie.build.resources import resolve_config
 from coterie.config import Config
 from coterie.envs.make import make_spec
+from coterie.errors import ConfigError
 from coterie.exchange.table import EXCHANGES
-from coterie.types import ConfigError
 from tests.support.cells import ON_POLICY
 from tests.support.runs import check_rows, last_checkpoint
 

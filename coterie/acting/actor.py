@@ -18,6 +18,7 @@ from coterie.acting.inline import Inline
 from coterie.acting.recorder import Recorder, rollout_layout
 from coterie.config import ResolvedConfig
 from coterie.envs.tasks import envs_per_child
+from coterie.errors import CoterieError
 from coterie.models.build import Network, acting_copy
 from coterie.parallel.clock import awake
 from coterie.parallel.hardware import keep_freed_memory
@@ -25,7 +26,7 @@ from coterie.parallel.slots import Slots
 from coterie.parallel.stages import Stages
 from coterie.parallel.threads import Team
 from coterie.parallel.weights import Weights
-from coterie.types import AgentOutput, CoterieError, Inputs, Post
+from coterie.types import AgentOutput, Inputs, Post
 
 _POLL_S, _SLOW_POLL_S = 2e-4, 1e-3  # between polls of shared memory: at first, and later
 _SOON_S = 0.01

@@ -13,6 +13,7 @@ from torch import Tensor
 from coterie.acting.recorder import Envs
 from coterie.config import Central, Config, Decoupled, Refusal, ResolvedConfig
 from coterie.envs.news import EnvNews, Means
+from coterie.errors import ConfigError, CoterieError
 from coterie.flight.life import Note, RecordedLife, unrecorded
 from coterie.models.base import Model
 from coterie.models.heads import Moments
@@ -20,7 +21,7 @@ from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
 from coterie.parallel.stages import Stages
 from coterie.plugins import named
-from coterie.types import AgentOutput, ConfigError, CoterieError, Inputs, Needs, Post, Rollout, Spec
+from coterie.types import AgentOutput, Inputs, Needs, Post, Rollout, Spec
 
 # (network, inputs, core state, global ids of the envs, random numbers) -> output and the next core state
 ActingPolicy = Callable[[Model, Inputs, Tensor | None, Tensor, torch.Generator], tuple[AgentOutput, Tensor | None]]

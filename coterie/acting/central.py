@@ -26,11 +26,12 @@ from coterie.acting.env_host import EnvHost, HostMemory
 from coterie.acting.recorder import Fields, as_rollout
 from coterie.acting.window import choose_batch, going, has_room, least_lag, worst_lag
 from coterie.config import Refusal, ResolvedConfig
+from coterie.errors import CoterieError, counted
 from coterie.models.build import Network, acting_copy
 from coterie.parallel.clock import awake
 from coterie.parallel.gpu import Pinned, finish_kernels, urgent_stream
 from coterie.plugins import substitute
-from coterie.types import AgentOutput, CoterieError, Inputs, Rollout, counted
+from coterie.types import AgentOutput, Inputs, Rollout
 from coterie.wire.auth import offset
 
 _SETTLE_S = 0.3  # `rest`: acting is idle after this long without a new row

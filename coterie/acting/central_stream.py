@@ -20,10 +20,11 @@ from coterie.acting.base import LearnerSetup, core_shape
 from coterie.acting.recorder import ON_HOST, Fields, Recorder, local_fields, valid_rows
 from coterie.acting.window import Window, window_of
 from coterie.envs.tasks import child_env, tasks
+from coterie.errors import counted
 from coterie.parallel.gpu import finish_kernels
 from coterie.parallel.slots import columns_of
 from coterie.remote.admission import FIRST_REMOTE_ID, ClientIds, check_hello, settings_of
-from coterie.types import AgentOutput, Array, Inputs, TimeStep, counted, from_entries
+from coterie.types import AgentOutput, Array, Inputs, TimeStep, from_entries
 from coterie.wire.codec import Newest, Refused, action_layout, check_values, timestep_layout
 from coterie.wire.service import Answer, ServiceStream
 

@@ -21,11 +21,12 @@ from coterie.acting.child_processes import child_process_refusals, shares_evenly
 from coterie.acting.recorder import as_rollout, valid_rows
 from coterie.config import Refusal, ResolvedConfig
 from coterie.envs.tasks import envs_per_child
+from coterie.errors import ConfigError, CoterieError, counted
 from coterie.parallel.clock import awake
 from coterie.parallel.gpu import Uploads
 from coterie.plugins import substitute
 from coterie.remote.rollout_service import RolloutService
-from coterie.types import ConfigError, CoterieError, Rollout, counted
+from coterie.types import Rollout
 from coterie.wire.auth import offset
 
 _POLL_S = 2e-4  # between polls of shared memory

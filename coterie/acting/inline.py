@@ -17,10 +17,11 @@ from coterie.acting.base import Acting, ActingKind, GroupPolicy, LearnerSetup, c
 from coterie.acting.recorder import Envs, Recorder, as_rollout, env_loop, local_fields, valid_rows
 from coterie.config import Refusal, ResolvedConfig
 from coterie.envs.news import EnvNews
+from coterie.errors import counted
 from coterie.parallel.stages import Stages
 from coterie.parallel.threads import Team
 from coterie.plugins import substitute
-from coterie.types import Rollout, TimeStep, counted
+from coterie.types import Rollout, TimeStep
 
 
 class Inline(Acting):

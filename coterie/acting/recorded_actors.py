@@ -17,11 +17,12 @@ from torch import Tensor
 from coterie.acting.actor import RolloutLoop
 from coterie.acting.base import Acting, Agent, LearnerSetup, core_shape
 from coterie.acting.recorder import Fields, Recorder, as_rollout, local_fields
+from coterie.errors import CoterieError
 from coterie.flight.life import RecordedLife, RecordEnds
 from coterie.parallel.slots import columns_of
 from coterie.parallel.stages import Stages
 from coterie.remote.rollout_service import REMOTE_PRODUCER
-from coterie.types import CoterieError, Rollout
+from coterie.types import Rollout
 
 
 class History:

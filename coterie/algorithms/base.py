@@ -14,11 +14,12 @@ from torch import Tensor
 
 from coterie.algorithms.rewards import Rewards
 from coterie.config import Config, Refusal, ResolvedConfig
+from coterie.errors import ConfigError, CoterieError, json_object, reason_of
 from coterie.models.base import Model
 from coterie.ops.policy import masked_mean
 from coterie.parallel.graphs import Record, recordable
 from coterie.parallel.threads import ALONE, Team
-from coterie.types import AgentOutput, ConfigError, CoterieError, Inputs, Rollout, Spec, json_object, reason_of
+from coterie.types import AgentOutput, Inputs, Rollout, Spec
 
 
 @dataclass

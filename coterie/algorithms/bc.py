@@ -20,9 +20,10 @@ from coterie.algorithms.base import ON_CPU, Compute
 from coterie.config import Config, Refusal
 from coterie.envs.make import env_adapters
 from coterie.envs.spaces import flatten
+from coterie.errors import ConfigError, reason_of
 from coterie.extras import needs
 from coterie.models.base import Model
-from coterie.types import Array, ConfigError, Inputs, Obs, Rollout, Spec, entries, from_entries, map_obs, reason_of
+from coterie.types import Array, Inputs, Obs, Rollout, Spec, entries, from_entries, map_obs
 
 
 @dataclass

@@ -7,8 +7,8 @@ from typing import Any
 from coterie.algorithms.base import Algorithm, AlgorithmBase
 from coterie.choices import Choices, choose, register
 from coterie.config import Config
+from coterie.errors import ConfigError
 from coterie.plugins import label, named
-from coterie.types import ConfigError
 
 ALGORITHMS: Choices[type[AlgorithmBase]] = Choices(
     a2c="coterie.algorithms.a2c:A2C",

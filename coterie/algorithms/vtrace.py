@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from coterie.acting.recorder import rollout_layout
 from coterie.acting.table import acting_kind
 from coterie.algorithms.a2c import A2C
 from coterie.algorithms.base import ON_CPU, Batch, Compute, Loss, Terms, combine, slices
@@ -114,8 +116,9 @@ class VTrace(A2C):
 
     @staticmethod
     def check_data(config: Config, spec: Spec) -> None:
-        rollouts = config.vtrace.replay_capacity
-        need = rollouts * (config.algo.unroll_length + 1) * spec.obs_bytes * int(config.learners)
+        rollouts, arrays = config.vtrace.replay_capacity, rollout_layout(spec, config.algo.unroll_length, 1).values()
+        each = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays)
+        need = rollouts * each * int(config.learners)
         require_room("vtrace.replay_capacity", need, f"{rollouts:,} rollouts of each learner")
 
     @staticmethod

@@ -26,6 +26,7 @@ from coterie.envs.events import EnvEvents
 from coterie.envs.group import Envs
 from coterie.envs.make import backends, make_spec
 from coterie.envs.tasks import child_env
+from coterie.errors import ConfigError, counted
 from coterie.exchange.base import GradientGuard, Peers, Setup
 from coterie.exchange.table import exchange_kind
 from coterie.flight.life import Note, unrecorded
@@ -41,7 +42,7 @@ from coterie.parallel.shm import SharedArrays
 from coterie.parallel.threads import ALONE, Team, making
 from coterie.parallel.weights import Weights
 from coterie.plugins import in_one_line, label
-from coterie.types import AgentOutput, ConfigError, Inputs, Spec, counted
+from coterie.types import AgentOutput, Inputs, Spec
 
 
 def seed_for(seed: int, *key: int) -> int:

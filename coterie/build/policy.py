@@ -20,6 +20,7 @@ from coterie.envs.answers import check_held
 from coterie.envs.gym import mask_row, only
 from coterie.envs.make import env_adapters
 from coterie.envs.spaces import flatten, on_host
+from coterie.errors import ConfigError, CoterieError, reason_of
 from coterie.models.build import Network
 from coterie.plugins import EVAL_SETTINGS, GIVEN
 from coterie.presets.common import flat
@@ -27,7 +28,7 @@ from coterie.runs import checkpoint
 from coterie.runs.files import read
 from coterie.runs.manifest import MANIFEST
 from coterie.runs.trust import open_run
-from coterie.types import MASK, ConfigError, CoterieError, Obs, Spec, entries, reason_of
+from coterie.types import MASK, Obs, Spec, entries
 
 WEIGHTS = ("/model", "/secondary")  # the ends of their names in a checkpoint
 _LONGEST_EPISODE = 200_000  # env steps on average, past which `coterie eval` counts episodes as unfinished

@@ -20,13 +20,14 @@ from coterie.envs.make import make_spec
 from coterie.envs.pool import has_env
 from coterie.envs.tasks import tasks
 from coterie.envs.vector import APART
+from coterie.errors import ConfigError
 from coterie.exchange.table import exchange_kind
 from coterie.models.cores import is_recurrent
 from coterie.parallel.graphs import Record, record
 from coterie.parallel.hardware import available_cores
 from coterie.parallel.traces import trace
 from coterie.runs.config_io import typed_settings
-from coterie.types import ConfigError, Spec
+from coterie.types import Spec
 
 # For each core where env.num_envs is auto.
 _IMAGE_ENVS, _VECTOR_ENVS = 16, 32

@@ -16,7 +16,7 @@ from coterie.envs.pool import is_atari
 from coterie.envs.tasks import tasks
 from coterie.envs.vector import APART
 from coterie.exchange.table import exchange_kind
-from coterie.models.torsos import torso_of
+from coterie.models.torsos import torsos_of
 from coterie.types import Needs, Spec
 
 
@@ -50,7 +50,7 @@ def _envs(config: Config) -> Needs:
 def _networks(config: Config, spec: Spec) -> Needs:
     core, whole, sac = config.model.core, not config.model.network, config.algorithm == "sac"
     own = not whole or ":" in core  # a network or core of the user's, which may read these
-    mlp = any(":" in config.model.torso or torso_of(o, config.model) == "mlp" for o in spec.obs.values())
+    mlp = ":" in config.model.torso or "mlp" in torsos_of(spec.obs, config.model).values()
     return {
         "model.hidden": (mlp or own, "the torso mlp"),
         "model.activation": ((mlp or own) and not sac, "another algorithm than sac" if sac else "the torso mlp"),

@@ -16,6 +16,7 @@ from coterie.build.factory import make_model, updates_of
 from coterie.config import PPO, Config, Refusal, ResolvedConfig
 from coterie.envs.make import make_spec
 from coterie.envs.tasks import envs_per_child, tasks
+from coterie.errors import ConfigError, CoterieError, counted, reason_of
 from coterie.exchange.table import EXCHANGES, exchange_kind
 from coterie.models.heads import NoisyLinear
 from coterie.models.mlp import scale_of
@@ -23,7 +24,7 @@ from coterie.models.torsos import FOR_IMAGES
 from coterie.models.tryout import try_out
 from coterie.plugins import FIELDS, check_own, in_one_line, label
 from coterie.runs.config_io import TYPES, get, shown
-from coterie.types import ActionSpec, ConfigError, CoterieError, ObsSpec, Spec, counted, reason_of
+from coterie.types import ActionSpec, ObsSpec, Spec
 from coterie.wire.auth import without_keys
 
 LAUNCHES: tuple[str, ...] = get_args(TYPES["launch"])

@@ -10,11 +10,12 @@ import torch
 from coterie.build.factory import make_model
 from coterie.build.policy import WEIGHTS, checkpoint_of, own_checkpoint, weights_of
 from coterie.config import Config
+from coterie.errors import ConfigError
 from coterie.models.build import Network
 from coterie.models.heads import NoisyLinear, Normalizer
 from coterie.runs import checkpoint
 from coterie.runs.files import read_json
-from coterie.types import ConfigError, Spec
+from coterie.types import Spec
 
 # Names of a network's tensors that mean an action, and of those whose shapes may depend on the actions.
 _CHOICES = ("policy.", "q.", "log_std")

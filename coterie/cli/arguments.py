@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from coterie.types import ConfigError
+from coterie.errors import ConfigError
 
 Argument = tuple[tuple[str, ...], dict[str, Any]]
 

@@ -16,15 +16,12 @@ from coterie.cli.ending import carry_out
 from coterie.cli.help import warned
 from coterie.cli.options import as_toml, config_of, possible, words_of
 from coterie.config import Config
+from coterie.errors import ConfigError
 from coterie.extras import needs
 from coterie.parallel.processes import start_server
 from coterie.parallel.signals import is_second, on_signals
 from coterie.runs.metrics import file_name
 from coterie.runs.starting import Starting, gc_paused
-from coterie.types import ConfigError
-
-# Settings that a run decides, for its remote clients, too.
-_OF_RUN = ("steps", "atari", "reward", "algo", "ppo", "vtrace", "q", "r2d2", "replay", "sac", "bc", "optim", "eval")
 
 
 def train(options: Namespace, rest: list[str]) -> int:
@@ -52,8 +49,9 @@ def train(options: Namespace, rest: list[str]) -> int:
         seeds = parse_seeds(options.seeds) if options.seeds is not None else [config.seed]
         if options.seeds is not None and any(word.partition("=")[0] == "--seed" for word in rest):
             raise ConfigError("--seeds: cannot be combined with --seed")
-        env = "" if {"env", "env.id"} & points[0].keys() else f"-{file_name(config.env.id)}"
-        name = f"runs/{config.preset}{env}-%m%d-%H%M%S"
+        known = {"preset": config.preset, "env.id": file_name(config.env.id)}
+        names = [name for field, name in known.items() if field not in words_of(options_of(points[0]))[3]]
+        name = f"runs/{'-'.join([*names, '%m%d-%H%M%S'])}"
         config = replace(config, out=config.out or time.strftime(name))
         jobs = plan_runs(rest, config, seeds, points)
         for job in jobs[:: len(seeds)]:  # refuse impossible values before anything runs
@@ -149,6 +147,7 @@ def work(options: Namespace, rest: list[str]) -> int:
     from coterie.remote.admission import ENV_SETTINGS
     from coterie.roles.remote_worker import WorkerOptions, run_actor, run_env_host
     from coterie.runs.config_io import read_options, replace
+    from coterie.runs.trust import IMPORTED_BY_ACTORS
     from coterie.runs.validate import validate
     from coterie.wire.auth import read_token, split
     from coterie.wire.client import Endpoint, RunEnded
@@ -156,9 +155,9 @@ def work(options: Namespace, rest: list[str]) -> int:
     changes, signals = read_options(rest), list[float]()  # the times of signals to leave
     if "env.id" not in changes:
         raise ConfigError("--env: name the run's environment")
-    of_actors = ("env.num_envs", "env.groups") if options.command == "actor" else ()
+    of_run = {f"env.{name}" for name in (*ENV_SETTINGS, *("num_envs", "groups") * (options.command == "actor"))}
     for name in changes:
-        if name in of_actors or name.removeprefix("env.") in ENV_SETTINGS or name.partition(".")[0] in _OF_RUN:
+        if name in of_run or not (name.startswith(("env.", "wire.")) or name in ("seed", *IMPORTED_BY_ACTORS)):
             raise ConfigError(f"--{name.replace('_', '-')}: the run decides this; leave it out")
     if not options.connect.startswith("unix:"):
         split(options.connect)

@@ -16,10 +16,10 @@ from coterie.build.precision import ROUNDING, bf16_pays, measure
 from coterie.config import Atari, Env
 from coterie.envs.make import make_envs
 from coterie.envs.pool import modules
+from coterie.errors import CoterieError
 from coterie.extras import EXTRAS, install
 from coterie.parallel.hardware import available_cores, machine_memory
 from coterie.runs.machine import required, version
-from coterie.types import CoterieError
 
 _WIDTH = 10  # of the first column
 
@@ -70,7 +70,7 @@ def _precision(device: str) -> str:
 def _env_rate() -> tuple[str, bool]:
     """The rate of Pong without a policy, and whether it is broken."""
     if not modules():
-        atari = "Atari only as ale-py has it (ALE/...)" if find_spec("ale_py") else "there is no Atari"
+        atari = "Atari only through ale-py (ALE/...)" if find_spec("ale_py") else "there is no Atari"
         return f"not installed: environments run in worker processes (slower), and {atari}", False
     try:
         with make_envs(Env(id="Pong-v5", num_envs=8), Atari(), seed=0, threads=len(available_cores())) as envs:

@@ -14,9 +14,9 @@ from contextlib import suppress
 from shlex import quote
 from typing import Any, TextIO
 
+from coterie.errors import EXIT_INTERRUPTED, CoterieError, counted, one_line
 from coterie.parallel.signals import on_signals
 from coterie.runs.starting import Starting, discard_stdout
-from coterie.types import EXIT_INTERRUPTED, CoterieError, counted, one_line
 
 PROGRESS_S = 10.0  # between two lines of progress of an evaluation
 

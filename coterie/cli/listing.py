@@ -9,7 +9,7 @@ import textwrap
 from argparse import Namespace
 from collections.abc import Iterator
 
-from coterie.types import ConfigError
+from coterie.errors import ConfigError
 
 Groups = dict[str, list[tuple[str, str]]]  # heading -> (name, description)
 

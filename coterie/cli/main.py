@@ -15,7 +15,7 @@ from pathlib import Path
 from coterie import __version__
 from coterie.cli.arguments import COMMANDS, overview, tree
 from coterie.cli.ending import flush, print_to_stderr
-from coterie.types import ConfigError, CoterieError
+from coterie.errors import ConfigError, CoterieError
 
 
 def run(args: list[str], begin: float = 0.0) -> int:

@@ -15,8 +15,9 @@ from typing import Any
 from coterie import config as config_module
 from coterie.cli.arguments import Parser
 from coterie.config import Config
+from coterie.errors import ConfigError, reason_of
 from coterie.extras import needs
-from coterie.types import ConfigError, Spec, reason_of
+from coterie.types import Spec
 
 _FILES = (".json", ".toml", ".yaml", ".yml")
 # A file with all of these is a whole config, such as a run's config.json. Any other is layered on a preset.
@@ -41,8 +42,8 @@ def words_of(args: list[str]) -> tuple[str, str, bool, dict[str, Any]]:
 
 
 def config_of(args: list[str], own: Mapping[str, Spec] = {}) -> Config:
-    """A preset for the env that is named, or a config file, with the options applied. `own`: what the envs give and
-    take that presets have without `--env`, where it is known. Raises `ConfigError`.
+    """A preset for the env that is named, or a config file, with the options applied. `own`: the specs of the
+    presets' own envs, by preset, where they are known. Raises `ConfigError`.
     """
     from coterie import presets
     from coterie.runs.config_io import from_dict, replace
@@ -55,8 +56,6 @@ def config_of(args: list[str], own: Mapping[str, Spec] = {}) -> Config:
         raise ConfigError(f"--preset: {preset!r} is not {name!r}, which is named before the options")
     if file:
         mine = code_of(replace(Config(preset=preset), options))
-        if "env.kwargs" not in options:
-            mine.pop("env.kwargs", None)
         data = _read(path)
         given = str(data.pop("preset", ""))
         if data.keys() >= _WHOLE:
@@ -68,6 +67,8 @@ def config_of(args: list[str], own: Mapping[str, Spec] = {}) -> Config:
             values = _values(path, data)
             config = replace(Config(preset=given), values)
         asked = replace(replace(config, options), {"preset": preset or given})
+        if config.env.kwargs != Config().env.kwargs and "env.kwargs" not in options:
+            mine.pop("env.kwargs", None)
         if not trust:
             check_code(path.parent, config, asked, mine, f"{path}", "give --trust, or name it again as options")
         if data.keys() >= _WHOLE:

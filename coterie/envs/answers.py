@@ -14,7 +14,8 @@ import gymnasium
 import numpy as np
 
 from coterie.envs.spaces import ObsField, leaf_of
-from coterie.types import Array, ConfigError, CoterieError, one_line
+from coterie.errors import ConfigError, CoterieError, one_line
+from coterie.types import Array
 
 _RESET = ("observation", "info")
 STEP = ("observation", "reward", "terminated", "truncated", "info")

@@ -18,7 +18,8 @@ import numpy as np
 from gymnasium import Space
 
 from coterie.envs.spaces import ActionMap, ObsField, action_map, obs_fields, with_mask
-from coterie.types import Array, ConfigError, CoterieError, Obs, Spec, entries
+from coterie.errors import ConfigError, CoterieError
+from coterie.types import Array, Obs, Spec, entries
 
 
 class Declared(NamedTuple):

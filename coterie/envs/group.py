@@ -23,8 +23,9 @@ from coterie.envs.gym import numbers
 from coterie.envs.news import Reports
 from coterie.envs.spaces import on_host, random_actions
 from coterie.envs.vector import action_adapter, check_results, not_finite, receive
+from coterie.errors import CoterieError
 from coterie.parallel.board import Board
-from coterie.types import MASK, Array, CoterieError, Obs, TimeStep, entries, map_obs
+from coterie.types import MASK, Array, Obs, TimeStep, entries, map_obs
 
 _REPLACED, _DECORRELATE = 2, 3  # spawn keys below an env's own
 

@@ -20,9 +20,10 @@ from coterie.envs.answers import STEP, check_kwargs, fitting, number, parts_of, 
 from coterie.envs.backend import Backend, Declared, StepResults, declare
 from coterie.envs.spaces import action_map, obs_fields, on_host
 from coterie.envs.team import ZOO, Team
+from coterie.errors import ConfigError, CoterieError, one_line
 from coterie.extras import missing
 from coterie.plugins import LAB, label, named_env, prepare_import, raised
-from coterie.types import MASK, Array, ConfigError, CoterieError, Spec, from_entries, one_line
+from coterie.types import MASK, Array, Spec, from_entries
 
 ALE = "ALE/"  # before a game of ale-py, which registers it
 PLAY = "selfplay/"  # before a game for two, of PettingZoo
@@ -59,15 +60,14 @@ def make_gym(env_id: str, kwargs: Mapping[str, Any], max_episode_steps: int) -> 
         check_kwargs(kwargs, "max_episode_steps", "disable_env_checker")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # gymnasium on older versions and on the precision of bounds
-            limit = max_episode_steps or None
             try:
-                return gymnasium.make(path, max_episode_steps=limit, disable_env_checker=True, **kwargs)
+                return gymnasium.make(path, max_episode_steps or None, disable_env_checker=True, **kwargs)
             except gymnasium.error.UnregisteredEnv as error:
                 raise ConfigError(f"env.id {env_id!r} cannot be made: {one_line(error)}; {OWN_ID}") from error
     try:
         make = named_env("env.id", path)
     except ConfigError as error:
-        hint = " (put the folder examples/envs of the repository on PYTHONPATH)" if path == _LAB_EXAMPLE else ""
+        hint = " (put the repository's examples/envs on PYTHONPATH)" * (path == _LAB_EXAMPLE)
         raise ConfigError(f"{error}{hint}") from error
     for kind, setting in ((VectorEnv, "vector"), (Backend, path)):
         if isinstance(make, type) and issubclass(make, kind):

@@ -15,8 +15,9 @@ from coterie import config
 from coterie.envs.backend import Backend, StepResults
 from coterie.envs.gym import PLAY, describe, is_gym_id, layout, make_instance, open_gym, read_batch
 from coterie.envs.team import ZOO
+from coterie.errors import ConfigError, CoterieError, one_line
 from coterie.plugins import named_env
-from coterie.types import Array, ConfigError, CoterieError, one_line
+from coterie.types import Array
 
 
 class LocalBackend(Backend):

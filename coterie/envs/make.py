@@ -21,9 +21,10 @@ from coterie.envs.tasks import tasks
 from coterie.envs.team import ZOO, zoo_ids
 from coterie.envs.vector import APART, make_together, together_declared
 from coterie.envs.workers import WorkerBackend, worker_declared
+from coterie.errors import ConfigError, json_object
 from coterie.extras import install, missing
 from coterie.plugins import LAB, label
-from coterie.types import Array, ConfigError, Spec, json_object
+from coterie.types import Array, Spec
 
 
 def in_pool(env: config.Env) -> bool:

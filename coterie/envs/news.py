@@ -10,8 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from coterie import config
+from coterie.errors import CoterieError
 from coterie.parallel.clock import Budget
-from coterie.types import Array, CoterieError
+from coterie.types import Array
 
 _REASONS_KEPT = 50
 _NAMES = 200

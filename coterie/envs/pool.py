@@ -23,7 +23,8 @@ from coterie.envs.answers import check_kwargs
 from coterie.envs.backend import Backend, Declared, StepResults, declare
 from coterie.envs.families import import_envpool
 from coterie.envs.gym import numbers
-from coterie.types import Array, ConfigError, first_line, from_entries
+from coterie.errors import ConfigError, first_line
+from coterie.types import Array, from_entries
 
 # The Debian 12 package of each shared library (Debian 13 has the same names, ending in t64, and accepts these).
 _PACKAGES = {

@@ -4,9 +4,8 @@ Observations: Box, Discrete and MultiDiscrete (one-hot float32), MultiBinary, Te
 (codes), and Dict and Tuple of those (flat, nested keys joined by "."). Actions: Discrete, MultiDiscrete, MultiBinary,
 Box, and Dict and Tuple of those. Left out: Graph, Sequence, OneOf.
 
-An observation may have the entry "action_mask": which choices of a discrete action are legal, those of several
-components side by side. It may also come in `info["action_mask"]`, or from the env's method `action_masks()`, and may
-there be nested like the actions.
+The entry "action_mask" of an observation says which choices of a discrete action are legal, those of several components
+side by side. In `info["action_mask"]`, or from the env's method `action_masks()`, it may be nested like the actions.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ import numpy as np
 from gymnasium import spaces
 
 from coterie.envs.text import TEXT_FORM, text_rows, text_spec
-from coterie.types import MASK, ActionSpec, Array, ConfigError, Obs, ObsSpec, from_entries
+from coterie.errors import ConfigError
+from coterie.types import MASK, ActionSpec, Array, Obs, ObsSpec, from_entries
 
 Convert = Callable[[Array], Array]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import gymnasium
 
+from coterie.errors import ConfigError
 from coterie.extras import needs
 from coterie.plugins import label
-from coterie.types import ConfigError
 
 ZOO = "pettingzoo/"  # before an env of PettingZoo, as in pettingzoo/butterfly/pistonball_v6
 _PADS = {"observation": "pad_observations_v0", "action": "pad_action_space_v0"}  # of SuperSuit

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import chdir, suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NoReturn
@@ -24,8 +24,9 @@ from coterie.envs.backend import Backend, Declared, StepResults, declare
 from coterie.envs.gym import is_gym_id, numbers, open_gym
 from coterie.envs.pool import has_env
 from coterie.envs.spaces import flatten, leaf_of, on_host
+from coterie.errors import ConfigError, CoterieError, json_object
 from coterie.plugins import label, named_env, prepare_import
-from coterie.types import MASK, Array, ConfigError, CoterieError, Obs, Spec, entries, from_entries, json_object, map_obs
+from coterie.types import MASK, Array, Obs, Spec, entries, from_entries, map_obs
 
 _LARGEST_CODE = 31  # in a grid; MiniGrid has 11 objects, and envs may add some
 _MOST_IDLE = 100  # steps that nothing can be learned from
@@ -39,14 +40,15 @@ def make_together(env: config.Env, seeds: Sequence[int]) -> Backend:
     """The run's simulator, with `len(seeds)` envs."""
 
     def make(env_id: str, kwargs: Mapping[str, Any], limit: int) -> Any:
-        check_kwargs(kwargs, "num_envs", *["max_episode_steps"] * bool(limit))
+        check_kwargs(kwargs, *["num_envs"] * (env.backend == "vector"), *["max_episode_steps"] * bool(limit))
         kwargs = {"max_episode_steps": limit, **kwargs} if limit else kwargs
         if env.backend != "vector":
             return _own_backend(env.backend)(env_id, seeds, **kwargs)
         made = _vector_maker(env_id)(num_envs=len(seeds), **kwargs)
         return VectorBackend(env, made, seeds[0]) if hasattr(made, "single_observation_space") else _no_vector(env_id)
 
-    made = open_gym(env.id, json_object("env.kwargs", env.kwargs), env.max_episode_steps, make)
+    with chdir("."):  # an env may change to another folder
+        made = open_gym(env.id, json_object("env.kwargs", env.kwargs), env.max_episode_steps, make)
     if not isinstance(made, Backend):
         raise ConfigError(f"env.backend {label(env.backend)}: returned {type(made).__name__}, not a Backend")
     if not hasattr(made, "action_map"):

@@ -28,10 +28,10 @@ from typing import Any
 import numpy as np
 
 from coterie.envs.gym import Instance, make_gym, make_instance, numbers
+from coterie.errors import CoterieError
 from coterie.parallel.shm import SharedArrays
 from coterie.parallel.signals import end_with_parent, ignore_signals
 from coterie.plugins import raised
-from coterie.types import CoterieError
 
 _EXIT_S = 6.0  # for the envs to close once the parent is gone
 

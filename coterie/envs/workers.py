@@ -26,10 +26,11 @@ import numpy as np
 from coterie import config
 from coterie.envs.backend import Backend, Declared, StepResults
 from coterie.envs.gym import describe, layout, open_gym, read_batch
+from coterie.errors import ConfigError, CoterieError
 from coterie.parallel.clock import awake
 from coterie.parallel.shm import SharedArrays
 from coterie.parallel.signals import blocked_signals, name_of
-from coterie.types import Array, ConfigError, CoterieError
+from coterie.types import Array
 
 _START_S = 60.0  # for a worker to start, on top of the time-out
 _POLL_S = 1.0  # between checks of the clock while the workers are silent

@@ -5,9 +5,8 @@ learn as one learner of L x b, where the loss is a mean over rows and nothing is
 message with the gradient also carries everything else that they decide together: whether a gradient is unusable, rows
 begun, an order to save, the end. Left out: overlap with the backward pass, which would save a part of a tenth.
 
-The learners of a machine add up in shared memory (shared_sum.py), and where each has a GPU, with NCCL. Learners of
-several machines sum twice: those of one machine among themselves, then the first of each machine with the first ones of
-the others (elastic.py). Counts, checkpoints and the end are each machine's own.
+The learners of a machine add up in shared memory (shared_sum.py), and where each has a GPU, with NCCL. Between machines
+their sums add up (elastic.py). Counts, checkpoints and the end are each machine's own.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from coterie.config import Config, Refusal, Schedule
+from coterie.errors import first_line
 from coterie.exchange.base import ExchangeKind, Setup
 from coterie.exchange.elastic import MachineGroup, interface
 from coterie.exchange.rendezvous import Machine
@@ -32,7 +32,6 @@ from coterie.exchange.solo import Solo
 from coterie.parallel.params import FlatParams
 from coterie.parallel.processes import PeerLost
 from coterie.parallel.shm import SharedArrays
-from coterie.types import first_line
 from coterie.wire.auth import both_ends, is_local, read_token, split
 from coterie.wire.tokens import own_token, scoped
 
@@ -247,8 +246,9 @@ def _between_machines(setup: Setup) -> MachineGroup | None:
     # Learning rates may differ: the mean is applied. Schedules go by a machine's env steps, of which some have more.
     optim = replace(config.optim, lr=0.0, schedule=Schedule(), sqrt_scaling_from=0, chunk=0)
     parts = [
-        3, replace(config.algo, poll=0, entropy_schedule=Schedule()), config.settings, config.plugins.exchange, optim,
-        setup.params.slices, setup.moments.size, *setup.lockstep_settings,
+        4, replace(config.algo, poll=0, entropy_schedule=Schedule()), config.settings, config.plugins.exchange, optim,
+        setup.params.slices, setup.moments.size, *setup.lockstep_settings, replace(config.model, compile="none"),
+        config.reward, config.atari, config.env.action_repeat, config.env.max_episode_steps, config.env.time_limit,
     ]  # fmt: skip
     digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:8]
     kind = f"{config.algorithm} on {config.env.id} (weights and settings {digest})"

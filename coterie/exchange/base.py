@@ -11,6 +11,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from coterie.config import Config, Refusal, ResolvedConfig
+from coterie.errors import ConfigError, CoterieError
 from coterie.flight.life import Note, RecordedLife, unrecorded
 from coterie.models.heads import Moments
 from coterie.ops.optim import Rule, flat_norm_clip
@@ -18,7 +19,7 @@ from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
 from coterie.parallel.shm import SharedArrays
 from coterie.plugins import named, substitute
-from coterie.types import Array, ConfigError, CoterieError
+from coterie.types import Array
 
 _MOST_IN_A_ROW = 1000  # batches that are skipped, until it is clear that nothing more is learned
 

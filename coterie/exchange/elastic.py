@@ -25,13 +25,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from coterie.errors import CoterieError, first_line
 from coterie.exchange.lineage import Request
 from coterie.exchange.rendezvous import GroupMembership, Machine, RendezvousClient, RendezvousHost
 from coterie.exchange.signed_store import SignedStore
 from coterie.exchange.silent_connections import SilentConnections
 from coterie.parallel.clock import awake
 from coterie.parallel.processes import location
-from coterie.types import CoterieError, first_line
 
 T = TypeVar("T")
 # Groups with a sum that was given up: deleting one blocks until the sum's time-out.

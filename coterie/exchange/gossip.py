@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from coterie.config import Config
+from coterie.errors import ConfigError, CoterieError
 from coterie.exchange.base import ExchangeKind, Setup, check_finite
 from coterie.exchange.mailboxes import MAX_REMOTE_LEARNERS, Mailboxes, Message, mailbox_arrays
 from coterie.exchange.solo import Solo
@@ -31,7 +32,7 @@ from coterie.parallel.clock import awake
 from coterie.parallel.params import FlatParams
 from coterie.parallel.seqlock import Seqlock
 from coterie.parallel.shm import SharedArrays, fence
-from coterie.types import Array, ConfigError, CoterieError
+from coterie.types import Array
 from coterie.wire.auth import both_ends, without_keys
 
 _AHEAD = 3  # mixes between a learner's return and its first message: the others go on meanwhile

@@ -30,9 +30,9 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from coterie.errors import first_line
 from coterie.exchange.lineage import Request, source_of
 from coterie.exchange.signed_store import SignedStore
-from coterie.types import first_line
 
 LEFT = "gone"
 _MOST = 1000  # requests that are read at once: anyone can move their number

@@ -15,9 +15,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from coterie.errors import CoterieError
 from coterie.parallel.processes import PeerLost
 from coterie.parallel.shm import SharedArrays, fence
-from coterie.types import Array, CoterieError
+from coterie.types import Array
 
 # Up to this many numbers, and with two learners always, each learner adds up all of them: one synchronization less.
 _SHORT = 4096

@@ -9,7 +9,8 @@ import math
 
 import numpy as np
 
-from coterie.types import Array, ConfigError
+from coterie.errors import ConfigError
+from coterie.types import Array
 
 
 def matrices(topology: str, n: int, peers: int = 1) -> list[Array]:

@@ -26,8 +26,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from coterie.errors import ConfigError, reason_of
 from coterie.flight.life import RecordedLife
-from coterie.types import ConfigError, reason_of
 
 MAGIC = b"coterie flight 2\n"
 EVERY_S = 1.0  # between two blocks

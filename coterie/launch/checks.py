@@ -11,10 +11,12 @@ from coterie.build.validity import check
 from coterie.config import ResolvedConfig
 from coterie.envs.make import make_spec
 from coterie.envs.vector import APART
+from coterie.errors import counted
 from coterie.exchange.table import exchange_kind
 from coterie.parallel.hardware import available_cores
 from coterie.replay.storage import require_room
-from coterie.types import Spec, counted
+from coterie.runs.config_io import TYPES, get
+from coterie.types import Spec
 from coterie.wire.auth import check_free, check_pair, offset
 
 
@@ -45,6 +47,8 @@ def check_run(config: ResolvedConfig, spec: Spec) -> None:
         make_spec(replace(config.env, max_episode_steps=config.eval.max_episode_steps), config.atari)
     for rank in range(config.learners if config.wire.bind else 0):
         check_free(offset(config.wire.bind, rank), "wire.bind")
+    if (field := f"{config.exchange}.bind") in TYPES and (address := get(config, field)):
+        check_free(address, field)
     if config.wire.cert and config.wire.key:
         check_pair(config.wire.cert, config.wire.key)
     resolve_resources(config, spec)  # refuses a device, and measures bf16 once for all processes

@@ -20,6 +20,7 @@ from coterie.acting.child_processes import WorkerReport
 from coterie.build.evaluate import Scores
 from coterie.config import ResolvedConfig
 from coterie.envs.news import EnvNews, Means, first_time
+from coterie.errors import CoterieError, one_line
 from coterie.launch.ledger import Ledger
 from coterie.launch.retries import Retries
 from coterie.parallel.board import EVALUATE, LAST, SAVE, Board
@@ -32,7 +33,7 @@ from coterie.runs import checkpoint
 from coterie.runs.display import Display
 from coterie.runs.metrics import RunWriter, read_metrics
 from coterie.runs.starting import Starting
-from coterie.types import CoterieError, Spec, one_line
+from coterie.types import Spec
 
 
 class Coordinator:
@@ -62,7 +63,7 @@ class Coordinator:
         self.signaled, self.digests, self.signals = 0.0, dict[int, str](), signals  # that came while the run started
         self.signal: signal.Signals | None = None  # the first one, at the time `signaled`
         self.stop: tuple[str, str | None] | None = None  # by a callback: the reason, and the traceback if it raised
-        self.over = self.paused = False  # paused: no new order is due
+        self.over = self.paused = self.warned = False  # paused: no new order is due; warned: a checkpoint is
         self.sealed: Path | None = None  # the last checkpoint that this run has made
         # Set by the supervisor. `on_end`: called before the last order, after which no process may act. `processes`:
         # name and pid of the process behind each row of the board.
@@ -197,12 +198,12 @@ class Coordinator:
         """What the next order asks for; 0 where none is due."""
         if self.paused or not self.retries.are_due:
             return 0
-        evaluates = self.config.eval.every and 0 in self.members and not self.board.stopping
+        evaluates = self.config.eval.every and 0 in self.members and not (self.board.stopping or self.warned)
         what = SAVE if self.retries.failed else SAVE | EVALUATE  # a disk that is full does not repeat an evaluation
         scored = what if evaluates and self.ledger.env_steps >= self.next_eval else 0
         if self.idle:  # the last order is near
             return (scored or SAVE | LAST) if self.members <= self.idle else 0
-        first = self.ledger.resumes == 0 and not self.board.sealed  # from here on there is something to resume from
+        first = self.warned or (self.ledger.resumes == 0 and not self.board.sealed)  # to have something to resume from
         return scored or (SAVE if first or now - self.last_checkpoint >= self.config.log.checkpoint_every else 0)
 
     def _write_line(self) -> None:
@@ -217,7 +218,7 @@ class Coordinator:
             checkpoint.open_draft(self.root, f"order_{number}")
         except CoterieError as error:
             return self.give_up_order(str(error))
-        self.order, self.saved, self.scores = number, {}, None
+        self.order, self.saved, self.scores, self.warned = number, {}, None, False
         self.ordered = self.followed = awake()
         self.evaluation = number if what & EVALUATE else self.evaluation
         self.board.give(what)
@@ -291,7 +292,7 @@ class Coordinator:
     def _on_signal(self, number: signal.Signals) -> None:
         """A warning makes a checkpoint due. Another signal ends the run after this rollout, a second one at once."""
         if number == WARNING:
-            self.last_checkpoint = -math.inf
+            self.warned = True
         elif self.signal is None:
             self.signal, self.signaled = number, time.monotonic()
             self.board.stop(resumes=bool(self.interrupted))  # an evaluation in this process looks at it

@@ -40,6 +40,7 @@ class Ledger:
         self.tasks = {task: Episodes() for task in several} if len(several := tasks(config.env.id)) > 1 else {}
         self.resumes, self.seconds_before, self.begin_steps = 0, 0.0, 0
         self.rolled_back = self.dropped = self.restarts = 0
+        self.restarts_before = 0 if state is None else state.get("restarts", 0)
         self.last_eval: dict[str, float] = {}
         self.lags, self.line_lags = Counter[int](), Counter[int]()  # rows by policy_lag: of all, since the last line
         self.lag_by_row, self.rollouts = list[float](), 0  # sums of the lag of each row, over that many rollouts
@@ -167,6 +168,7 @@ class Ledger:
             "life": self.resumes,
             "rolled_back": self.rolled_back,
             "dropped": self.dropped + self.board.sum("dropped"),
+            "restarts": self.restarts_before + self.restarts,
             "in_flight": self.board.in_flight if last else 0,
             "lags": {str(lag): rows for lag, rows in self.lags.items()},
             "lag_by_row": self.lag_by_row,
@@ -264,13 +266,11 @@ class Ledger:
         return {"p50_ms": float(p50), "p99_ms": float(p99)}
 
     def summary(self, digests: dict[int, str]) -> dict[str, Any]:
-        """The final metrics. `digests`: of the learners' last weights, where they have ended. What this run cannot have
-        is left out.
-        """
+        """The final metrics that this run can have. `digests`: of the learners' last weights, where they have ended."""
         board, learned, totals = self.board, self.env_steps, self._totals()
         if self.config.optim.on_nonfinite == "stop":
             del totals["skipped_batches"]
-        each = [digests.get(rank, "") for rank in range(self.config.learners)]
+        each, restarts = [digests.get(k, "") for k in range(self.config.learners)], self.restarts_before + self.restarts
         by_row = [round(x / self.rollouts, 3) for x in self.lag_by_row]
         whole = each[0] if len(each) == 1 else hashlib.sha256("".join(each).encode()).hexdigest()
         return {
@@ -295,6 +295,6 @@ class Ledger:
             "energy": self.energy.summary((learned - self.begin_steps) * self.spec.action_repeat),
             "digest": whole if digests else "",
             **({"digests": each} if len(each) > 1 else {}),
-            **({"restarts": self.restarts} if len(each) > 1 or acting_kind(self.config).has_children else {}),
+            **({"restarts": restarts} if len(each) > 1 or acting_kind(self.config).has_children else {}),
             **self.last_eval,
         }

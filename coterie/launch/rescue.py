@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from coterie.build.factory import make_model, normalizers
+from coterie.errors import CoterieError
 from coterie.exchange.table import exchange_kind
 from coterie.launch.coordinator import Coordinator
 from coterie.parallel.board import HOLD, SAVE
@@ -14,7 +15,6 @@ from coterie.parallel.weights import Weights
 from coterie.roles.entry import RESCUE_S, Saved
 from coterie.runs import checkpoint
 from coterie.runs.files import answered
-from coterie.types import CoterieError
 
 
 class Rescue:

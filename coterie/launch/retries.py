@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from coterie.errors import CoterieError, counted, reason_of
 from coterie.parallel.board import Board
 from coterie.parallel.clock import Budget, awake
 from coterie.parallel.processes import Child
-from coterie.types import CoterieError, counted, reason_of
 
 NOT_STARTED = "could not be started"  # a child process that a run gives up as it ends
 _NEEDED = 32  # descriptors, to read a checkpoint and start a learner

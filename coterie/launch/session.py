@@ -1,6 +1,5 @@
-"""`train` and `resume`: a run from its folder's first file to its summary.
-
-A lone learner that steps its own envs runs in the caller's process. Otherwise that process is the supervisor of others.
+"""`train` and `resume`: a run from its folder's first file to its summary. A lone learner that steps its own envs runs
+in the caller's process. Otherwise that process is the supervisor of others.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from coterie.build.validity import check_objects, check_spec
 from coterie.build.warm_start import begin_from, source_of
 from coterie.config import Config, ResolvedConfig
 from coterie.envs.make import make_spec
+from coterie.errors import EXIT_INTERRUPTED, ConfigError, one_line
 from coterie.exchange.mailboxes import Link, Net
 from coterie.exchange.table import exchange_kind
 from coterie.extras import missing
@@ -56,7 +56,7 @@ from coterie.runs.objects import name_of
 from coterie.runs.starting import Starting
 from coterie.runs.trust import SIGNATURE, open_run, sign
 from coterie.runs.validate import validate
-from coterie.types import EXIT_INTERRUPTED, ConfigError, Spec, one_line
+from coterie.types import Spec
 
 __all__ = ["resume", "train"]
 _SAY_S = 5.0  # for the last line of a run that hangs
@@ -161,7 +161,7 @@ def _go(
         start_server()
     # A later run that starts from this config.json may act in another mode: with inline acting, `actors` stays `auto`.
     actors = config.actors or asked.actors
-    kept = replace(asked, learners=config.learners, actors=actors, env=config.env)
+    kept = replace(asked, learners=config.learners, actors=actors, env=config.env, plugins=config.plugins)
     spec = make_spec(config.env, config.atari)
     check_run(config, spec)
     starting.notes += filter(None, [line or beyond_its_steps(config), crowded(config)])
@@ -250,7 +250,7 @@ def _run_here(run: Coordinator, learner: LearnerProcess, callbacks: Sequence[Giv
         """
         while not ended.wait(min(1.0, run.config.log.stall / 4)):
             guard.alive()
-            if stalled := run.stalled():
+            if not run.over and (stalled := run.stalled()):  # when it is over, callbacks end
                 reason = f"no rollout for {stalled[1]:.0f} s (log.stall): an environment or the learner hangs"
                 with suppress(Exception):
                     run.writer.summary(run.summary("failed", reason))

@@ -14,6 +14,7 @@ from typing import Any
 
 from coterie.acting.table import acting_kind
 from coterie.config import ResolvedConfig
+from coterie.errors import ConfigError, CoterieError, counted
 from coterie.exchange.mailboxes import Link
 from coterie.exchange.table import exchange_kind
 from coterie.launch.chaos import FaultInjector
@@ -25,7 +26,6 @@ from coterie.parallel.clock import awake
 from coterie.parallel.processes import Child, exited, listen
 from coterie.roles.entry import Start, learner_process, worker_process
 from coterie.runs import checkpoint
-from coterie.types import ConfigError, CoterieError, counted
 
 _GRACE_S = 1.0  # wait for a dead learner's exit message after another learner has reported it lost
 _LEAVE_S = 15.0  # for actors to shut down at the end of a run

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from coterie.config import Model as ModelConfig
 from coterie.config import Q
+from coterie.errors import ConfigError
 from coterie.models.cores import Core, build_core, is_recurrent
 from coterie.models.heads import NoisyLinear, Normalizer, QHead, init
 from coterie.models.text import TextTorso
 from coterie.models.torsos import build_pair, build_torso
 from coterie.ops.dist import ILLEGAL, make_distribution
 from coterie.plugins import call
-from coterie.types import MASK, ConfigError, Inputs, Obs, ObsSpec, Spec, entries, map_obs
+from coterie.types import MASK, Inputs, Obs, ObsSpec, Spec, entries, map_obs
 
 
 class ValueOutput(NamedTuple):
@@ -101,7 +102,9 @@ class Network(nn.Module):
         """`[batch, ...]`; None for a network without memory."""
         if not self.recurrent:
             return None
-        state: Tensor = (self.core or cast(Any, self.body)).initial_state(batch)
+        state = (self.core or cast(Any, self.body)).initial_state(batch)
+        if not isinstance(state, Tensor):
+            raise ConfigError(f"model: initial_state must return one tensor, not {type(state).__name__}")
         return state.to(self.return_norm.mean.device)  # a core of the user's may not know it
 
     def forward(self, inputs: Inputs, core_state: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:

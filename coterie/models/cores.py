@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from coterie.config import Model as ModelConfig
+from coterie.errors import ConfigError
 from coterie.plugins import call, named
-from coterie.types import Array, ConfigError
+from coterie.types import Array
 
 Rows = TypeVar("Rows", Tensor, PackedSequence)
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coterie.config import Model
-from coterie.types import ConfigError
+from coterie.errors import ConfigError
 
 _GATE_BIAS = 2.0  # the layers begin as nearly the identity (their section 3.3)
 

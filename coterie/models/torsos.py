@@ -2,14 +2,14 @@
 
 a3c (A3C, Accelerated Methods), a3c-gae (A3C with GAE; its FC-FC-LSTM is mlp and a core), gala (GALA), nature (DQN),
 nature-conv (without its last layer, for dueling streams), impala (IMPALA's ResNet), football (SEED RL's, with a fourth
-stage), mlp. Whatever the choice, text has the torso of models/text.py, and a grid of codes has `GridTorso`.
+stage), mlp. Whatever the choice, text has the torso of models/text.py, a grid of codes has `GridTorso`, and a small
+image beside a large one an MLP.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from numbers import Integral
 from typing import cast
 
@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coterie.config import Model as ModelConfig
+from coterie.errors import ConfigError
 from coterie.models.heads import init
 from coterie.models.mlp import MLPPair, MLPTorso, compute_dtype, scale_of
 from coterie.models.text import TextTorso, uncompiled
 from coterie.plugins import call
-from coterie.types import ConfigError, ObsSpec
+from coterie.types import ObsSpec
 
 # (channels, kernel, stride) of each convolution, and the width of the layer after them (0: none, a core follows).
 _CONVS: dict[str, tuple[tuple[tuple[int, int, int], ...], int]] = {
@@ -208,17 +209,25 @@ def layout(shape: tuple[int, ...]) -> tuple[Image, bool]:
     return ((shape[2], shape[0], shape[1]) if hwc else (shape[0], shape[1], shape[2])), hwc
 
 
-def torso_of(spec: ObsSpec, config: ModelConfig) -> str:
-    """The name of the torso of one observation. Text and grids have their own."""
+def torsos_of(obs: dict[str, ObsSpec], config: ModelConfig) -> dict[str, str]:
+    """The name of each observation's torso. Text and grids have their own; so have vectors, and small images beside a
+    large one, for which `model.torso` is.
+    """
+    own = {key: _by_kind(spec) for key, spec in obs.items()}
+    if config.torso == "auto":
+        return own
+    small = {"mlp"} if config.torso in _RESNETS or "nature" not in own.values() else set()
+    images = [key for key, name in own.items() if obs[key].is_image and name in {"nature"} | small]
+    return own | dict.fromkeys(images, config.torso)
+
+
+def _by_kind(spec: ObsSpec) -> str:
     if spec.text or spec.codes:
         return "text" if spec.text else "grid"
-    if spec.is_image and config.torso == "auto":
-        return "nature" if min(layout(spec.shape)[0][1:]) >= _SMALLEST_CONV_IMAGE else "mlp"
-    return config.torso if spec.is_image else "mlp"  # a vector may be beside an image
+    return "nature" if spec.is_image and min(layout(spec.shape)[0][1:]) >= _SMALLEST_CONV_IMAGE else "mlp"
 
 
-def _one(spec: ObsSpec, config: ModelConfig) -> nn.Module:
-    name = torso_of(spec, config)
+def _one(spec: ObsSpec, config: ModelConfig, name: str) -> nn.Module:
     if name == "text":
         return (TextTorso if config.compile == "none" else uncompiled())(spec)
     if name == "grid":
@@ -246,13 +255,9 @@ def build_torso(obs: dict[str, ObsSpec], config: ModelConfig) -> nn.Module:
         return torso
     if config.torso not in NAMES:
         raise ConfigError(f"model.torso: {config.torso!r} is not one of {', '.join(NAMES)} or package.module:callable")
-    if list(obs) == [""]:
-        return _one(obs[""], config)
+    made = {key: _one(obs[key], config, name) for key, name in torsos_of(obs, config).items()}
     joint = len(obs) > 1 and config.core == "none"
-    by_size = {key: torso_of(spec, replace(config, torso="auto")) for key, spec in obs.items()}
-    mixed = "nature" in by_size.values() and config.torso not in _RESNETS  # small images may be beside a large one
-    of = {key: replace(config, torso="mlp") for key, name in by_size.items() if name == "mlp" and mixed}
-    return DictTorso({key: _one(spec, of.get(key, config)) for key, spec in obs.items()}, joint)
+    return made[""] if list(obs) == [""] else DictTorso(made, joint)
 
 
 def build_pair(obs: dict[str, ObsSpec], config: ModelConfig) -> MLPPair | None:

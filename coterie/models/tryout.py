@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from coterie.errors import ConfigError
 from coterie.models.build import Network
-from coterie.types import ConfigError, Inputs, ObsSpec, from_entries
+from coterie.types import Inputs, ObsSpec, from_entries
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -29,7 +30,8 @@ def try_out(model: Network, single_steps: bool = False) -> None:
         state = model.initial_state(envs) if state is None else state
         return model(of.map(lambda x: x[begin:end, :envs]), state)
 
-    if (state := model.initial_state(3)) is not None and (state.dtype != torch.float32 or len(state.shape) < 2):
+    state = model.initial_state(3)
+    if state is not None and (state.dtype != torch.float32 or len(state.shape) < 2 or len(state) != 3):
         raise ConfigError(f"model: initial_state(3) is {state.dtype} {list(state.shape)}, not float32 [3, N, ...]")
     before = {name: x.clone() for name, x in model.named_buffers()}
     params, values, state = one = run()

@@ -11,10 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from coterie.errors import CoterieError
 from coterie.parallel.clock import awake
 from coterie.parallel.seqlock import Seqlock
 from coterie.parallel.shm import InSharedMemory, Layout
-from coterie.types import Array, CoterieError
+from coterie.types import Array
 
 #: What each learner, and each actor, counts. `produced`: rows acted; `delivered`: those that an actor has handed to its
 #: learner; `dropped`: those that central acting could not complete to rollouts; `started`: rows that a learner has

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
-from coterie.types import CoterieError, first_line
+from coterie.errors import CoterieError, first_line
 
 T = TypeVar("T")
 P = ParamSpec("P")

@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from coterie.errors import CoterieError
 from coterie.parallel.clock import awake
-from coterie.types import CoterieError
 
 
 class Locks:

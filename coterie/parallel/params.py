@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from coterie.types import ConfigError
+from coterie.errors import ConfigError
 
 _ALIGN = 16  # floats; every parameter starts on a 64-byte line
 _TAIL = 16  # floats behind the gradient, for what an exchange sends along with it

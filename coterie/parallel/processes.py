@@ -29,9 +29,9 @@ from typing import Any, cast
 
 import psutil
 
+from coterie.errors import ConfigError, CoterieError, one_line
 from coterie.parallel.clock import awake
 from coterie.parallel.signals import HANDLED, blocked_signals, end_with_parent, ignore_signals, name_of
-from coterie.types import ConfigError, CoterieError, one_line
 
 _END_S = 5.0  # for a child whose socket has closed to end
 _HEAD = 8  # bytes before a message: its length
@@ -254,6 +254,8 @@ def _enter(
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
+    for own in multiprocessing.active_children():  # of an env, which has not closed them
+        own.kill()
     os._exit(code)  # threads of simulators must not keep it
 
 

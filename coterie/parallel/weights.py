@@ -13,10 +13,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from coterie.errors import CoterieError
 from coterie.parallel.clock import awake
 from coterie.parallel.seqlock import Seqlock
 from coterie.parallel.shm import InSharedMemory
-from coterie.types import Array, CoterieError
+from coterie.types import Array
 
 
 class Weights(InSharedMemory):

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from coterie.choices import unknown
 from coterie.config import Config
+from coterie.errors import ConfigError
 from coterie.plugins import NameOrObject, call, label, named
 from coterie.presets.actor_critic import a2c, a3c, a3c_paper, a3c_store, appo, bc, gala_a2c, gala_ppo, ppo, ppo_paper
 from coterie.presets.common import Family, known_spec
 from coterie.presets.value import apex_dqn, c51, c51_2048, dqn, dqn_512, dqn_async, rainbow, rainbow_512, sac, seed_r2d2
 from coterie.presets.vtrace import impala, impala_deep, impala_paper, seed_football, seed_vtrace
 from coterie.runs.objects import name_of
-from coterie.types import ConfigError, Spec
+from coterie.types import Spec
 
 __all__ = [  # noqa: RUF022 - in the order of `PRESETS`, of messages and of pages
     "a2c", "ppo", "ppo_paper", "a3c", "a3c_paper", "a3c_store", "impala", "impala_paper", "impala_deep",

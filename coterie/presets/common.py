@@ -17,11 +17,12 @@ from coterie.envs.make import make_spec
 from coterie.envs.pool import is_atari
 from coterie.envs.tasks import tasks
 from coterie.envs.vector import APART
+from coterie.errors import ConfigError, one_line
 from coterie.plugins import NameOrObject
 from coterie.runs.config_io import of_numpy
 from coterie.runs.config_io import replace as override
 from coterie.runs.objects import name_of
-from coterie.types import ConfigError, Spec, one_line
+from coterie.types import Spec
 
 Family = Literal["images", "vectors", "continuous control"]
 Changes = dict[str, Any]  # by dotted name; a whole section replaces all of its fields
@@ -112,13 +113,15 @@ def whole_teams(config: Config, overrides: Changes) -> Config:
     """The config with as many envs, and rollouts in a batch of actors, as make whole teams, where the preset and not
     the user gave their number.
     """
-    agents = (known_spec.get() or make_spec(config.env, config.atari)).agents
+    if (agents := (known_spec.get() or make_spec(config.env, config.atari)).agents) == 1:
+        return config
     envs, rollouts = config.env.num_envs, config.decoupled.batch_size
     whole = {
         "env.num_envs": envs + -envs % agents,
         "decoupled.batch_size": rollouts + -rollouts % lcm(agents, config.vtrace.minibatch or 1),
     }
-    return override(config, {name: number for name, number in whole.items() if name not in overrides})
+    given = overrides.keys() | {"decoupled.batch_size"} if "decoupled" in overrides else overrides.keys()
+    return override(config, {name: number for name, number in whole.items() if name not in given})
 
 
 def derive(

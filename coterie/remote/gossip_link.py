@@ -14,10 +14,11 @@ from functools import partial
 from typing import Any
 
 from coterie.config import Config, ResolvedConfig
+from coterie.errors import ConfigError, CoterieError
 from coterie.exchange.mailboxes import MAX_REMOTE_LEARNERS, NAP_S, Link, Mailboxes, Net, Relay, message_layout
 from coterie.parallel.shm import SharedArrays
 from coterie.remote.admission import Servers, check_hello
-from coterie.types import Array, ConfigError, CoterieError
+from coterie.types import Array
 from coterie.wire.auth import read_token
 from coterie.wire.client import Connection, ConnectionLost, Endpoint, RunEnded, Stream
 from coterie.wire.codec import Refused

@@ -14,11 +14,12 @@ import numpy as np
 import torch
 
 from coterie.config import Ray, ResolvedConfig
+from coterie.errors import counted
 from coterie.parallel.slots import Slots
 from coterie.parallel.weights import Weights
 from coterie.remote.admission import ClientIds, check_hello, settings_of
 from coterie.runs.config_io import to_dict
-from coterie.types import MASK, Array, Spec, counted
+from coterie.types import MASK, Array, Spec
 from coterie.wire.codec import FrameLayout, Refused, TensorSpec, check_values
 from coterie.wire.service import Answer, ServiceStream
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coterie.types import Array, CoterieError
+from coterie.errors import CoterieError
+from coterie.types import Array
 
 LEAST = 1e-6  # lowest priority: rows without error may still be sampled
 _WIDTH = 64

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coterie.errors import ConfigError
 from coterie.replay.priority import LEAST, Picks
 from coterie.replay.storage import Capacity, EnvReplay, ObsStore, take
-from coterie.types import Array, ConfigError, Inputs, Obs, Rollout, from_entries, map_tensors
+from coterie.types import Array, Inputs, Obs, Rollout, from_entries, map_tensors
 
 # Rewards `[T, n]`, values of the actions taken `[T+1, n]`, terminated and mask `[T, n]` -> priorities `[n]`.
 FirstPriorities = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

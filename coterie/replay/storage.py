@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from coterie.envs.spaces import on_host
+from coterie.errors import ConfigError, reason_of
 from coterie.ops.returns import turns
 from coterie.parallel.hardware import machine_memory
 from coterie.replay.priority import Picks, Priorities
-from coterie.types import Array, ConfigError, ObsSpec, Rollout, Spec, entries, reason_of
+from coterie.types import Array, ObsSpec, Rollout, Spec, entries
 
 R = TypeVar("R")  # `n` samples
 _USABLE_MEMORY = 0.8  # share of the machine's memory that replay may take

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coterie.errors import ConfigError
 from coterie.replay.priority import LEAST, Picks
 from coterie.replay.storage import Capacity, EnvReplay, ObsStore, take
-from coterie.types import Array, ConfigError, Obs, Rollout, from_entries, map_tensors
+from coterie.types import Array, Obs, Rollout, from_entries, map_tensors
 
 GOES_ON, TERMINATED, CUT = range(3)  # what a row is followed by: the next row, nothing, or only an observation
 

@@ -13,10 +13,11 @@ from typing import Any, SupportsFloat
 
 from coterie.build.evaluate import Scores
 from coterie.build.policy import Policy
+from coterie.errors import ConfigError, CoterieError, one_line
 from coterie.plugins import label, named, raised
 from coterie.roles.learner_process import LearnerProcess
 from coterie.runs import checkpoint
-from coterie.types import ConfigError, CoterieError, Post, one_line
+from coterie.types import Post
 
 
 class Callback:

@@ -22,6 +22,7 @@ from coterie.build.evaluate import Scores, Trial, evaluate
 from coterie.build.factory import EVAL_SEED, ProcessContext, seed_for, worker_setup
 from coterie.config import ResolvedConfig
 from coterie.envs.news import EnvNews
+from coterie.errors import CoterieError, reason_of
 from coterie.exchange.table import exchange_kind
 from coterie.models.build import Network
 from coterie.parallel.board import EVALUATE, HOLD, LAST
@@ -33,7 +34,7 @@ from coterie.roles.callbacks import Callbacks, Given, Run
 from coterie.roles.learner_process import LearnerProcess
 from coterie.runs import checkpoint
 from coterie.runs.files import answered
-from coterie.types import CoterieError, Post, Rollout, reason_of
+from coterie.types import Post, Rollout
 
 RESCUE_S = 4.0  # for the others to save what they have learned when a learner is gone
 _REPORT_S = 0.25  # between two reports of a learner

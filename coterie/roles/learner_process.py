@@ -34,6 +34,7 @@ from coterie.config import ResolvedConfig
 from coterie.envs.events import EnvEvents
 from coterie.envs.make import make_spec
 from coterie.envs.news import EnvNews
+from coterie.errors import counted, one_line
 from coterie.exchange.table import exchange_kind
 from coterie.flight.life import unrecorded
 from coterie.instruments.consensus import Changes, GradientSamples
@@ -50,7 +51,7 @@ from coterie.parallel.threads import Team, set_torch
 from coterie.remote.admission import Servers
 from coterie.roles.life import FlightNotes, LifeRecorder
 from coterie.runs.checkpoint import CheckpointPart
-from coterie.types import Rollout, counted, one_line
+from coterie.types import Rollout
 
 
 class LearnerProcess:

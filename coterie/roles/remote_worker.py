@@ -24,13 +24,13 @@ from coterie.build.resources import resolve_config
 from coterie.config import Config, ResolvedConfig
 from coterie.envs.make import make_spec
 from coterie.envs.news import Means
+from coterie.errors import ConfigError, CoterieError
 from coterie.parallel.stages import Stages
 from coterie.remote.admission import ENV_SETTINGS
 from coterie.remote.rollout_service import VERSION, rollout_tensors, weights_tensors
 from coterie.runs.config_io import from_dict
 from coterie.runs.trust import IMPORTED_BY_ACTORS, code_of, refuse_code
 from coterie.runs.validate import validate
-from coterie.types import ConfigError, CoterieError
 from coterie.wire.auth import offset
 from coterie.wire.client import Connection, Endpoint, ReconnectingStream, RunEnded, Stream
 from coterie.wire.codec import FrameLayout, timestep_layout

@@ -26,9 +26,9 @@ from safetensors.torch import load as from_bytes
 from safetensors.torch import save_file
 from torch import Tensor
 
+from coterie.errors import CoterieError
 from coterie.runs.files import ANSWER_S, answered, read, sync, write_whole
 from coterie.runs.manifest import DAMAGE, MANIFEST, damage, is_intact, read_file, read_manifest, verify, write_manifest
-from coterie.types import CoterieError
 
 Tensors = dict[str, dict[str, Tensor]]
 _OLD = ".old"

@@ -21,11 +21,11 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from coterie.config import Config, Env, Range
+from coterie.errors import ConfigError, json_object, reason_of
 from coterie.plugins import FIELDS, GIVEN, PARTS, label
 from coterie.runs.files import write_whole
 from coterie.runs.objects import name_of
 from coterie.runs.old_names import OLD, PEERS
-from coterie.types import ConfigError, json_object, reason_of
 
 _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", NoneType: "null"}
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}

@@ -17,8 +17,8 @@ from pathlib import Path
 from shlex import quote
 from typing import TypeVar
 
+from coterie.errors import ConfigError, CoterieError, reason_of
 from coterie.parallel.clock import awake
-from coterie.types import ConfigError, CoterieError, reason_of
 
 T = TypeVar("T")
 _LOCK = ".lock"

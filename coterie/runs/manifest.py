@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from coterie.types import CoterieError, reason_of
+from coterie.errors import CoterieError, reason_of
 
 MANIFEST = "manifest.json"
 FORMAT = 1  # of what this version writes; manifests of the first versions do not name it

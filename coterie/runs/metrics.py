@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coterie.config import Config
+from coterie.errors import CoterieError, reason_of
 from coterie.parallel.processes import location
 from coterie.runs.files import Journal, answered, write_whole, writing
 from coterie.runs.trust import SIGNATURE
 from coterie.runs.wandb_run import WandbRun
-from coterie.types import CoterieError, reason_of
 
 if TYPE_CHECKING:
     from coterie.runs.events import Events

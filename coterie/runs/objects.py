@@ -19,9 +19,9 @@ from typing import Any
 
 import cloudpickle
 
+from coterie.errors import ConfigError, one_line
 from coterie.parallel.processes import scratch_folder
 from coterie.plugins import OBJECTS, NameOrObject
-from coterie.types import ConfigError, one_line
 
 
 def name_of(field: str, part: NameOrObject) -> str:

@@ -14,11 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from coterie.config import Config, Ray
+from coterie.errors import ConfigError, reason_of
 from coterie.plugins import FIELDS, GIVEN, LAB, NETWORKS, NameOrObject, label
 from coterie.runs.config_io import get, load_config, replace
 from coterie.runs.files import read, write_whole
 from coterie.runs.validate import validate
-from coterie.types import ConfigError, reason_of
 from coterie.wire.auth import own_secret
 
 SIGNATURE = "signature"

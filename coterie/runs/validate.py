@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from coterie.config import Config, Schedule
+from coterie.errors import ConfigError, json_object
 from coterie.runs.config_io import RANGES, TYPES, from_dict, get, shown, to_dict
-from coterie.types import ConfigError, json_object
 
 
 def validate(config: Config) -> Config:
@@ -41,6 +41,7 @@ def _check_schedule(name: str, schedule: Schedule) -> None:
     if schedule.by == "episodes" and name != "algo.entropy_schedule":
         raise ConfigError(f"{name}.by: only algo.entropy_schedule can go by episodes")
     if (schedule.kind == "steps") != bool(at):
-        needed = "requires" if schedule.kind == "steps" else "takes no"
-        hint = f"; --{name}.at and --{name}.factors without values remove them".replace("_", "-") if at else ""
-        raise ConfigError(f"{name}.kind: {schedule.kind} {needed} {name}.at and {name}.factors{hint}")
+        if not at:
+            raise ConfigError(f"{name}.kind: steps requires {name}.at and {name}.factors")
+        hint = f"--{name}.at and --{name}.factors without values remove them".replace("_", "-")
+        raise ConfigError(f"{name}.kind: {schedule.kind} takes no {name}.at or {name}.factors; {hint}")

@@ -15,11 +15,11 @@ from typing import Any
 import psutil
 
 from coterie.config import Config
+from coterie.errors import CoterieError, reason_of
 from coterie.extras import needs
 from coterie.parallel.clock import awake
 from coterie.parallel.signals import on_signals
 from coterie.runs.config_io import to_dict
-from coterie.types import CoterieError, reason_of
 
 _FINISH_S = 30.0  # for the last lines to arrive
 

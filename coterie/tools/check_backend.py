@@ -11,7 +11,8 @@ from gymnasium.vector import AutoresetMode
 from coterie.envs.backend import Backend, CannotReplace, StepResults
 from coterie.envs.spaces import on_host
 from coterie.envs.vector import VectorBackend, check_results, place_of
-from coterie.types import MASK, Array, ConfigError, entries, from_entries, map_obs
+from coterie.errors import ConfigError
+from coterie.types import MASK, Array, entries, from_entries, map_obs
 
 FLAGS = ("terminated", "truncated", "game_over")
 

@@ -29,12 +29,13 @@ from coterie.envs.pool import PoolBackend, has_env
 from coterie.envs.spaces import leaf_of, leaf_spaces, random_actions
 from coterie.envs.tasks import tasks
 from coterie.envs.vector import APART, make_together
+from coterie.errors import ConfigError, CoterieError, counted, one_line
 from coterie.parallel.guard import StallGuard
 from coterie.plugins import NameOrObject, raised
 from coterie.presets.common import flat
 from coterie.runs.objects import name_of
 from coterie.tools.check_backend import CheckingBackend, observation, outside
-from coterie.types import MASK, ConfigError, CoterieError, counted, entries, one_line
+from coterie.types import MASK, entries
 
 _SAME, _LONGEST_S = 100, 30.0  # steps of two copies; seconds of random play
 _HANGS_S = 180.0  # for an answer, or for the constructor

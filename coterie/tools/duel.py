@@ -18,9 +18,10 @@ import numpy as np
 
 from coterie.envs.gym import mask_row, only
 from coterie.envs.spaces import action_map, random_actions
+from coterie.errors import ConfigError
 from coterie.extras import needs
 from coterie.plugins import named_env
-from coterie.types import MASK, ConfigError
+from coterie.types import MASK
 
 RANDOM = "random"  # the member of every pool that plays at random
 REPLAYED = "COTERIE_REPLAYED"  # an environment variable: these games have been rated

@@ -17,11 +17,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from coterie.errors import EXIT_INTERRUPTED, ConfigError, CoterieError
 from coterie.parallel.signals import WARNING, stop_with_parent
 from coterie.runs import checkpoint
 from coterie.runs.files import read_json
 from coterie.runs.metrics import RUN_FILES
-from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
 
 _FILES = (".json", ".toml", ".yaml", ".yml")  # that a config may be in
 

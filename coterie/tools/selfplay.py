@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from coterie.errors import reason_of
 from coterie.roles.callbacks import Callback, Run
 from coterie.runs.files import write_whole
 from coterie.tools.duel import RANDOM
-from coterie.types import reason_of
 
 SCORES = ("0.0", "0.5", "1.0")
 

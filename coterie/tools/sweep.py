@@ -17,12 +17,12 @@ from pathlib import Path
 from shlex import quote
 
 from coterie.config import Config
+from coterie.errors import EXIT_INTERRUPTED, ConfigError, CoterieError
 from coterie.parallel.hardware import available_cores
 from coterie.parallel.signals import HANDLED, WARNING, is_second, on_signals
 from coterie.runs.metrics import file_name, read_metrics
 from coterie.runs.starting import Starting, discard_stdout
 from coterie.tools.job import Job, without_out
-from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
 
 _RANK = (0, EXIT_INTERRUPTED, 2, 1)  # exit codes, the worst last
 _GRACE_S = 120

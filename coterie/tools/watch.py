@@ -14,10 +14,10 @@ from coterie.build.evaluate import Player
 from coterie.build.policy import load
 from coterie.envs.make import make_rendered
 from coterie.envs.tasks import evaluation_env, task_config, tasks
+from coterie.errors import ConfigError, CoterieError, reason_of
 from coterie.extras import needs
 from coterie.plugins import NameOrObject, in_one_line, label
 from coterie.runs.files import discard, unlinked
-from coterie.types import ConfigError, CoterieError, reason_of
 
 _FPS = 30
 _MOST_FRAMES = 27_000

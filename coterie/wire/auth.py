@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 from coterie.config import Config, Refusal
-from coterie.types import ConfigError, reason_of
+from coterie.errors import ConfigError, reason_of
 
 
 def is_local(address: str) -> bool:

@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import DecodeError
 
+from coterie.errors import ConfigError, CoterieError
 from coterie.parallel.clock import awake, back_off
-from coterie.types import Array, ConfigError, CoterieError
+from coterie.types import Array
 from coterie.wire.auth import is_local, read_pem
 from coterie.wire.codec import PROTOCOL, Frame, FrameLayout, Refused, layout_from, pack_info
 from coterie.wire.server import SERVICE

@@ -8,8 +8,8 @@ import os
 import secrets
 from pathlib import Path
 
+from coterie.errors import ConfigError, reason_of
 from coterie.extras import needs
-from coterie.types import ConfigError, reason_of
 from coterie.wire.tokens import KINDS, scoped
 
 TOKEN, CERT, KEY = "token", "cert.pem", "key.pem"

@@ -25,8 +25,8 @@ from typing import Any
 import grpc
 from grpc import StatusCode
 
+from coterie.errors import ConfigError, CoterieError
 from coterie.parallel.processes import descriptors
-from coterie.types import ConfigError, CoterieError
 from coterie.wire.auth import check_free, is_local, read_pem, received, split
 from coterie.wire.codec import Refused
 from coterie.wire.service import Limits, ServerStream, Service, client_name, peer_of

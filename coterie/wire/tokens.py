@@ -12,7 +12,7 @@ import re
 import socket
 from contextlib import suppress
 
-from coterie.types import ConfigError, reason_of
+from coterie.errors import ConfigError, reason_of
 from coterie.wire.auth import is_local, own_secret, read_token, split
 
 SCOPES = {"Infer": "envs", "PushRollouts": "actor", "PullParameters": "actor", "Gossip": "peer"}  # by RPC

@@ -22,7 +22,8 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from coterie.types import Array, ConfigError
+from coterie.errors import ConfigError
+from coterie.types import Array
 
 PREFIX = "dmlab/"
 BUILD_PAGE = "https://github.com/google-deepmind/lab/blob/master/docs/users/build.md"

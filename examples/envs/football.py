@@ -16,7 +16,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from coterie.types import ConfigError
+from coterie.errors import ConfigError
 
 SIZES = {"default": (96, 72), "medium": (120, 90), "large": (144, 108)}  # width and height of a map
 _SEEDS = 2_000_000_000  # the package's own range

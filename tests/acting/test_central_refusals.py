@@ -8,8 +8,8 @@ import time
 import numpy as np
 import pytest
 
+from coterie.errors import CoterieError
 from coterie.remote.admission import FIRST_REMOTE_ID
-from coterie.types import CoterieError
 from coterie.wire.codec import Newest, Refused, timestep_layout
 from tests.acting.central_harness import QUIET_S, UNROLL, WAIT_S, Client, still
 from tests.conftest import IMAGE

@@ -16,9 +16,10 @@ import torch
 from coterie.acting.actor import ActorMailbox, ActorMemory
 from coterie.acting.base import MemorySetup
 from coterie.build.resources import resolve_config
+from coterie.errors import CoterieError
 from coterie.parallel.board import Board
 from coterie.parallel.stages import Stages
-from coterie.types import CoterieError, Inputs
+from coterie.types import Inputs
 from tests.conftest import VECTOR, make_config
 from tests.support.crew import crewed
 

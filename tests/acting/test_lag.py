@@ -20,7 +20,8 @@ from coterie.algorithms.vtrace import VTrace
 from coterie.build.factory import stated_lag
 from coterie.build.resources import resolve_config
 from coterie.build.validity import check
-from coterie.types import Array, ConfigError
+from coterie.errors import ConfigError
+from coterie.types import Array
 from tests.conftest import VECTOR, make_config
 from tests.support.crew import crewed
 from tests.support.paced import LENGTHS, PAUSES, TASKS, tallied

@@ -26,10 +26,10 @@ from coterie.build.resources import resolve_config
 from coterie.build.warm_start import begin_from
 from coterie.envs.make import make_spec
 from coterie.envs.spaces import action_map
+from coterie.errors import ConfigError
 from coterie.exchange.table import EXCHANGES
 from coterie.runs import checkpoint
 from coterie.runs.config_io import load_config
-from coterie.types import ConfigError
 from tests.conftest import make_rollout
 from tests.support.commands import run_example
 from tests.support.demonstrations import rule_plays_cartpole

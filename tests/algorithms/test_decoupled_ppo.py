@@ -15,8 +15,8 @@ from coterie.algorithms.ppo import PPO
 from coterie.build import validity
 from coterie.build.resources import resolve_config
 from coterie.envs.make import make_spec
+from coterie.errors import ConfigError
 from coterie.models.build import Network
-from coterie.types import ConfigError
 from tests.algorithms.harness import LSTM, gradient, move
 from tests.conftest import VECTOR, make_config, make_rollout
 from tests.support.crew import crewed

@@ -18,10 +18,10 @@ from coterie.algorithms.vtrace import VTrace
 from coterie.build.resources import resolve_config
 from coterie.cli.options import possible
 from coterie.config import Config, Refusal
+from coterie.errors import ConfigError
 from coterie.exchange.base import Exchange
 from coterie.exchange.gossip import Gossip
 from coterie.roles.learner_process import LearnerProcess
-from coterie.types import ConfigError
 
 SMALL = {"q.learn_start": 160, "q.batch_size": 8, "q.target_every": 30, "replay.capacity": 4000, "env.num_envs": 2}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

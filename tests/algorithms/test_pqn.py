@@ -12,7 +12,8 @@ from coterie.build.factory import make_algorithm, make_model
 from coterie.build.resources import resolve_config
 from coterie.build.validity import check
 from coterie.config import Model
-from coterie.types import ActionSpec, ConfigError, Inputs, ObsSpec, Spec
+from coterie.errors import ConfigError
+from coterie.types import ActionSpec, Inputs, ObsSpec, Spec
 from tests.conftest import make_rollout
 
 SPEC = Spec("made-up", {"": ObsSpec((3,), "float32")}, ActionSpec("categorical", (4,)))

@@ -23,10 +23,11 @@ from coterie.build.warm_start import first_model
 from coterie.cli.main import main
 from coterie.cli.options import config_of
 from coterie.config import Config
+from coterie.errors import ConfigError, CoterieError
 from coterie.models.build import acting_copy
 from coterie.parallel.threads import Team
 from coterie.runs import checkpoint
-from coterie.types import ActionSpec, ConfigError, CoterieError, Inputs, ObsSpec, Spec
+from coterie.types import ActionSpec, Inputs, ObsSpec, Spec
 from tests.conftest import make_config, make_rollout
 
 SPEC = Spec("made-up", {"": ObsSpec((3,), "float32")}, ActionSpec("continuous", low=(-1.0, -2.0), high=(1.0, 2.0)))

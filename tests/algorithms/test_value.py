@@ -16,13 +16,14 @@ from coterie.algorithms.dqn import DQN
 from coterie.algorithms.q_base import greedy
 from coterie.build.resources import resolve_config
 from coterie.envs.make import make_spec
+from coterie.errors import ConfigError
 from coterie.learner import Gradients
 from coterie.parallel.params import FlatParams
 from coterie.parallel.threads import Team
 from coterie.roles.learner_process import LearnerProcess
 from coterie.runs import checkpoint
 from coterie.runs.config_io import load_config
-from coterie.types import ConfigError, Inputs
+from coterie.types import Inputs
 from tests.algorithms.harness import SMALL, VARIANTS, build, drawn, move, moved
 from tests.conftest import VECTOR, make_config, make_rollout
 

@@ -14,9 +14,10 @@ from coterie.algorithms.a2c import A2C
 from coterie.algorithms.base import combine
 from coterie.algorithms.off_policy import OffPolicy
 from coterie.algorithms.vtrace import VTrace
+from coterie.errors import ConfigError
 from coterie.models.build import Network
 from coterie.replay.trajectories import TrajectoryReplay
-from coterie.types import ConfigError, Inputs
+from coterie.types import Inputs
 from tests.algorithms.harness import LSTM, gradient
 from tests.conftest import VECTOR, make_config, make_rollout
 

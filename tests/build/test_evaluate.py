@@ -24,8 +24,8 @@ from coterie.build.evaluate import Trial, evaluate
 from coterie.build.policy import evaluate_run, load
 from coterie.cli.main import main
 from coterie.envs.spaces import obs_fields
+from coterie.errors import ConfigError, CoterieError
 from coterie.tools.watch import watch
-from coterie.types import ConfigError, CoterieError
 from tests.support.runs import small_ppo
 
 

@@ -19,9 +19,9 @@ from coterie.build.validity import check
 from coterie.cli.options import config_of
 from coterie.config import Config, Env
 from coterie.envs.make import make_spec
+from coterie.errors import ConfigError
 from coterie.runs.config_io import load_config
 from coterie.runs.validate import validate
-from coterie.types import ConfigError
 from tests.support.options import parse_cli
 
 

@@ -13,7 +13,8 @@ from coterie.build import validity
 from coterie.build.resources import resolve_config
 from coterie.cli.options import config_of, possible
 from coterie.envs.make import make_spec
-from coterie.types import ActionSpec, ConfigError, ObsSpec, Spec
+from coterie.errors import ConfigError
+from coterie.types import ActionSpec, ObsSpec, Spec
 
 TROUBLESHOOTING = Path(__file__).parents[2] / "docs/guides/troubleshooting.md"
 

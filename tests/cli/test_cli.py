@@ -21,9 +21,9 @@ from coterie.build.resources import resolve_config
 from coterie.cli.arguments import COMMANDS
 from coterie.cli.main import main
 from coterie.envs.make import make_spec
+from coterie.errors import ConfigError
 from coterie.exchange.table import EXCHANGES
 from coterie.runs.config_io import get
-from coterie.types import ConfigError
 
 
 def run(capsys, *args: str) -> tuple[int, str, str]:
@@ -81,6 +81,7 @@ TRAIN, NO_PRESET = ("train", "ppo", "--env", "CartPole-v1"), "coterie.parallel.p
         (("plan", "ppo", "--services", "/nowhere"), "--services: /nowhere cannot be read as JSON"),
         (("actor", "--connect", "unix:s", "--env", "x", "--env.num-envs", "2"), "--env.num-envs: the run decides this"),
         (("envs", "--connect", "unix:s", "--env", "x", "--reward.scale", "2"), "--reward.scale: the run decides this"),
+        (("actor", "--connect", "unix:s", "--env", "x", "--model.hidden", "2"), "--model.hidden: the run decides this"),
         (("envs", "--connect", "unix:s", "--env", "x", "--env.action-repeat", "2"), "--env.action-repeat: the run"),
         (("train", "ppo", "--env", "a", "--grid", "env=b,c"), "--grid: env.id is given as an option, too"),
         (("plan", "impala", "--env", "Pong-v5,Breakout-v5"), "env.id: plan needs a single task"),

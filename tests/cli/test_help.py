@@ -52,9 +52,19 @@ def test_help_of_train_alone_lists_presets_and_no_defaults(capsys):
     assert "--optim.lr" not in out
 
 
-def test_help_waits_for_neither_torch_nor_envpool():
+def test_the_list_of_commands_waits_for_no_library():
     code = (
-        "import sys; from coterie.cli.main import main; main(['train', 'seed-r2d2', '--help'])\n"
+        "import sys; from coterie.cli.main import main; main(['--help'])\n"
+        "print(sorted({'numpy', 'torch', 'gymnasium'} & sys.modules.keys()))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("\n[]\n")
+
+
+@pytest.mark.parametrize("preset", ["a3c", "sac", "seed-r2d2"])
+def test_help_waits_for_neither_torch_nor_envpool(preset):
+    code = (
+        f"import sys; from coterie.cli.main import main; main(['train', '{preset}', '--help'])\n"
         "print(sorted({'torch', 'envpool'} & sys.modules.keys()))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -16,9 +16,9 @@ from coterie.cli.ending import report
 from coterie.cli.main import main
 from coterie.cli.options import config_of
 from coterie.config import Config
+from coterie.errors import ConfigError, CoterieError
 from coterie.presets import value as values
 from coterie.runs.config_io import fields, replace, to_dict
-from coterie.types import ConfigError, CoterieError
 from tests.support.commands import printed
 
 CATCH = "coterie.envs.testing:Catch"
@@ -78,8 +78,11 @@ def test_a_bad_file_is_refused_in_one_line(write, name, text, says):
 def test_the_arguments_in_a_file_are_not_given_with_the_name_of_the_env(write):
     """`gymnasium:make` imports what its arguments name."""
     write("my.json", '{"env.kwargs": {"id": "evil:Walker-v0"}}')
+    words = ["ppo", "--config", "my.json", "--env"]
     with pytest.raises(ConfigError, match=r"names code: env\.kwargs"):
-        config_of(["ppo", "--config", "my.json", "--env", "gymnasium:make"])
+        config_of([*words, "gymnasium:make"])
+    write("my.json", '{"optim.lr": 0.5}')
+    assert config_of([*words, "gymnasium.envs.classic_control:CartPoleEnv"]).optim.lr == 0.5
 
 
 def test_the_preset_is_named_once(write):
@@ -205,7 +208,7 @@ def test_a_preset_that_needs_much_or_was_not_shown_to_learn_says_so(capsys):
             assert main(["train", preset, "--env", env, "--steps", "1000", *data, "--print-config"]) == 0
             millions = presets.make(preset, env).steps // 1_000_000
             much = f"is set up for {millions:,} million env steps or more" if millions >= 10 else ""
-            what = "MuJoCo's tasks" if kind == "continuous control" else kind
+            what = "continuous control such as MuJoCo's" if kind == "continuous control" else kind
             unseen = f"has not been shown to learn from {what} with its defaults"
             line = " and ".join(filter(None, (much, "" if presets.is_shown(preset, kind) else unseen)))
             assert capsys.readouterr().err == (f"coterie: {preset} {line}; try ppo first\n" if line else "")

@@ -12,7 +12,7 @@ from gymnasium.vector import SyncVectorEnv
 from coterie import config
 from coterie.envs import answers
 from coterie.envs.local import LocalBackend
-from coterie.types import CoterieError
+from coterie.errors import CoterieError
 from tests.envs.env_harness import make, play
 
 BOX, BYTES = spaces.Box(-1, 1, (3,), np.float32), spaces.Box(0, 255, (2, 2, 3), np.uint8)

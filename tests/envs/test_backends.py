@@ -8,7 +8,7 @@ from coterie import config
 from coterie.envs import pool
 from coterie.envs.group import Group
 from coterie.envs.make import make_envs, make_spec
-from coterie.types import ConfigError, CoterieError
+from coterie.errors import ConfigError, CoterieError
 from tests.envs.env_harness import COUNTING, FLAKY, Player, check_counting, check_returns, make, pattern, play
 
 FOOTBALL = "gfootball/academy_empty_goal_close-v1"

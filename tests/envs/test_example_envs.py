@@ -16,7 +16,7 @@ import coterie
 from coterie import presets
 from coterie.config import Atari, Env
 from coterie.envs.make import make_spec
-from coterie.types import ConfigError
+from coterie.errors import ConfigError
 from tests.envs.env_harness import make, pattern, play
 
 FOLDER = Path(__file__).parents[2] / "examples" / "envs"
@@ -112,7 +112,7 @@ def test_presets_for_lab_levels_have_a_memory(examples):
 
 
 def test_a_lab_level_without_the_example_is_refused_with_its_place():
-    with pytest.raises(ConfigError, match=r"^env\.id: .*'dmlab'.*put the folder examples/envs"):
+    with pytest.raises(ConfigError, match=r"^env\.id: .*'dmlab'.*put the repository's examples/envs"):
         make_spec(Env(id="dmlab/nowhere"), Atari())
 
 

@@ -16,7 +16,7 @@ import pytest
 from coterie import config
 from coterie.envs.local import LocalBackend
 from coterie.envs.workers import worker_declared
-from coterie.types import CoterieError
+from coterie.errors import CoterieError
 from tests.envs.env_harness import COUNTING, FLAKY, Player, make, pattern, play, worker_pids
 from tests.support.flaky import FlakyEnv
 from tests.support.process_table import gone

@@ -8,7 +8,7 @@ from gymnasium.envs.registration import EnvSpec
 
 from coterie import config
 from coterie.envs.make import make_spec
-from coterie.types import ConfigError, CoterieError
+from coterie.errors import ConfigError, CoterieError
 from tests.envs.env_harness import COUNTING, make, pattern, play
 
 

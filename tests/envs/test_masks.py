@@ -18,10 +18,11 @@ from coterie.envs.gym import describe, layout, make_instance
 from coterie.envs.make import make_envs, make_spec
 from coterie.envs.spaces import random_actions
 from coterie.envs.team import Team
+from coterie.errors import ConfigError, CoterieError
 from coterie.models.build import Network
 from coterie.ops.dist import ILLEGAL
 from coterie.remote.rollout_service import check_rollout
-from coterie.types import MASK, ConfigError, CoterieError, Inputs
+from coterie.types import MASK, Inputs
 from coterie.wire.codec import Refused, check_values
 from tests.conftest import make_config
 from tests.support.cells import ON_POLICY

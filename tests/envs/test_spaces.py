@@ -14,7 +14,7 @@ from gymnasium import spaces
 from coterie.envs.spaces import action_map, flatten, obs_fields, random_actions, with_mask
 from coterie.envs.testing import Mission
 from coterie.envs.text import WORDS, text_rows, text_spec
-from coterie.types import ConfigError
+from coterie.errors import ConfigError
 from tests.envs.env_harness import make, play
 
 

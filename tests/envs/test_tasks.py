@@ -13,8 +13,9 @@ from coterie.cli.main import main
 from coterie.config import Atari, Env
 from coterie.envs.make import _union, env_adapters, make_spec
 from coterie.envs.tasks import are_normalized, child_env, overall
+from coterie.errors import ConfigError
 from coterie.runs.metrics import read_metrics
-from coterie.types import ActionSpec, ConfigError, ObsSpec, Spec
+from coterie.types import ActionSpec, ObsSpec, Spec
 from tests.conftest import make_config
 
 # Games of 5 steps in which action 1 pays; each task refuses an action that it has not.

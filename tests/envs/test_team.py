@@ -16,9 +16,9 @@ from coterie.build.factory import make_algorithm, make_model
 from coterie.build.resources import resolve_config
 from coterie.envs.make import make_spec
 from coterie.envs.spaces import random_actions
+from coterie.errors import ConfigError
 from coterie.tools.check_env import check_env
 from coterie.tools.watch import watch
-from coterie.types import ConfigError
 from tests.conftest import make_config
 from tests.envs.env_harness import Seen, check_returns, make, pattern, play
 from tests.support.cells import ON_POLICY

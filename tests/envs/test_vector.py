@@ -22,7 +22,8 @@ from coterie.envs.backend import StepResults
 from coterie.envs.make import make_envs, make_spec
 from coterie.envs.testing import Catch
 from coterie.envs.vector import action_adapter, check_results, make_together
-from coterie.types import ActionSpec, CoterieError, ObsSpec, Spec
+from coterie.errors import CoterieError
+from coterie.types import ActionSpec, ObsSpec, Spec
 from tests.conftest import make_config
 from tests.envs.env_harness import check_counting, make, play
 from tests.support import vectors

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
+from coterie.errors import CoterieError
 from coterie.exchange.lineage import Request, source_of
 from coterie.exchange.rendezvous import Machine as Settings
 from coterie.exchange.rendezvous import RendezvousClient, RendezvousHost
 from coterie.exchange.signed_store import SignedStore
-from coterie.types import CoterieError
 from tests.exchange.elastic_harness import PATIENCE_S, TIMING, TOKEN, rest, store_of, train
 from tests.support.net import free_port
 from tests.support.waiting import wait_until

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from coterie.errors import CoterieError
 from coterie.exchange.base import NonFinite
 from coterie.exchange.topology import matrices
 from coterie.models.heads import Moments, Normalizer
-from coterie.types import CoterieError
 from tests.exchange.gossip_harness import crowd, distance, lockstep, one, step, weights
 from tests.exchange.harness import gradients, together
 from tests.support.waiting import wait_until

@@ -9,9 +9,10 @@ import time
 import pytest
 import torch
 
+from coterie.errors import CoterieError
 from coterie.exchange.shared_sum import SharedSum, leave, memory_for_sums
 from coterie.parallel.processes import PeerLost
-from coterie.types import CoterieError, Post
+from coterie.types import Post
 from tests.exchange.harness import collect, start, together
 
 LONG = 10_007  # numbers; learners add up parts of it

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from coterie.errors import CoterieError
 from coterie.exchange.shared_weights import CoreTurns, shared_memory_for
 from coterie.ops.optim import Adam, flat_norm_clip
 from coterie.parallel.board import Board
 from coterie.parallel.locks import Locks
 from coterie.parallel.params import pieces
 from coterie.parallel.shm import SharedArrays
-from coterie.types import CoterieError, Post
+from coterie.types import Post
 from tests.exchange.harness import BETAS, NOTHING, Sgd, apply, collect, expect, flat, gradients, start, store, together
 from tests.support.waiting import wait_until
 

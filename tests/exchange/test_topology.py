@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from coterie.config import Gossip
+from coterie.errors import ConfigError
 from coterie.exchange.topology import contraction, matrices
-from coterie.types import ConfigError
 
 NAMES = get_args(get_type_hints(Gossip)["topology"])
 

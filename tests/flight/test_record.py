@@ -13,9 +13,9 @@ from io import BytesIO
 
 import pytest
 
+from coterie.errors import ConfigError
 from coterie.flight import record
 from coterie.flight.record import MAGIC, FlightRecorder, forget_from, lives, path_of, read_life
-from coterie.types import ConfigError
 from tests.support.waiting import wait_until
 
 HEADER = {"learner": 1, "life": 2, "began": 0.0}

@@ -12,9 +12,9 @@ import torch
 
 from coterie.build.policy import evaluate_run, load
 from coterie.build.resources import resolve_config
+from coterie.errors import ConfigError, CoterieError
 from coterie.launch.session import resume, train
 from coterie.roles.learner_process import LearnerProcess
-from coterie.types import ConfigError, CoterieError
 from tests.conftest import make_config
 from tests.support.runs import save_checkpoint
 from tests.support.waiting import PATIENCE

@@ -14,10 +14,10 @@ from coterie import presets
 from coterie.cli.main import main
 from coterie.config import Config, Wire
 from coterie.envs.make import make_envs
+from coterie.errors import ConfigError, CoterieError
 from coterie.parallel.board import Board
 from coterie.runs.config_io import load_config
 from coterie.runs.metrics import read_metrics
-from coterie.types import ConfigError, CoterieError
 from tests.support.commands import run_example
 from tests.support.runs import arguments, check_rows, last_checkpoint, last_line, read_summary
 

@@ -9,18 +9,22 @@ import pytest
 import coterie
 from coterie import presets
 from coterie.algorithms.a2c import A2C
+from coterie.errors import ConfigError, CoterieError
 from coterie.launch import checks
-from coterie.types import ConfigError, CoterieError
 from tests.conftest import make_config
 
 SMALL = {"env.num_envs": 4, "algo.unroll_length": 8, "log.tensorboard": False}
 
 
-def test_a_port_in_use_is_refused_before_the_run_has_a_folder(tmp_path):
+@pytest.mark.parametrize(
+    ("preset", "field"), [("impala", "wire.bind"), ("gala-a2c", "gossip.bind"), ("ppo", "allreduce.bind")]
+)
+def test_a_port_in_use_is_refused_before_the_run_has_a_folder(tmp_path, preset, field):
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
-        config = presets.impala("CartPole-v1", steps=500, out=str(tmp_path / "run"), **{"wire.bind": address})
-        with pytest.raises(ConfigError, match=rf"^wire\.bind: cannot listen at {address}: Address already in use$"):
+        changes = {field: address, "out": str(tmp_path / "run"), **({"learners": 2} if preset != "impala" else {})}
+        config = presets.make(preset, "CartPole-v1", **changes)
+        with pytest.raises(ConfigError, match=rf"^{field}: cannot listen at {address}: Address already in use$"):
             coterie.train(config, quiet=True)
     assert not (tmp_path / "run").exists()
 

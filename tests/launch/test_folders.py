@@ -11,10 +11,10 @@ import pytest
 
 import coterie
 from coterie.cli.main import main
+from coterie.errors import ConfigError, CoterieError
 from coterie.launch import session
 from coterie.runs.config_io import load_config, replace, save_config
 from coterie.runs.files import refuse_run
-from coterie.types import ConfigError, CoterieError
 from tests.support.runs import last_checkpoint, read_summary, small_ppo
 
 

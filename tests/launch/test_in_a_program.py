@@ -11,7 +11,7 @@ import torch
 
 import coterie
 from coterie.acting.inline import Inline
-from coterie.types import ConfigError, CoterieError
+from coterie.errors import ConfigError, CoterieError
 from tests.support.runs import read_summary, small_ppo
 
 

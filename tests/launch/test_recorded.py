@@ -8,8 +8,8 @@ import pytest
 
 import coterie
 from coterie import presets
+from coterie.errors import CoterieError
 from coterie.runs.metrics import read_metrics
-from coterie.types import CoterieError
 
 
 class Odd(coterie.Callback):

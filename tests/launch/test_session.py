@@ -17,13 +17,13 @@ from coterie.acting import inline
 from coterie.algorithms import a2c
 from coterie.build.resources import resolve_config
 from coterie.cli.main import main
+from coterie.errors import ConfigError, CoterieError
 from coterie.replay import storage
 from coterie.roles import learner_process
 from coterie.roles.learner_process import LearnerProcess
 from coterie.runs import checkpoint
 from coterie.runs.config_io import load_config
 from coterie.runs.metrics import read_metrics
-from coterie.types import ConfigError, CoterieError
 from tests.conftest import make_config
 from tests.support.runs import ENDLESS, arguments, check_rows, last_checkpoint, read_summary, small_ppo
 

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from coterie.config import Model, Q
+from coterie.errors import ConfigError
 from coterie.models.build import Network, acting_copy
 from coterie.models.mlp import Tanh
 from coterie.models.torsos import Residual, build_torso
 from coterie.parallel.params import FlatParams
-from coterie.types import ConfigError, Inputs, ObsSpec
+from coterie.types import Inputs, ObsSpec
 from tests.conftest import IMAGE, VECTOR, make_rollout
 
 

@@ -12,9 +12,10 @@ from coterie import presets
 from coterie.build.resources import resolve_config
 from coterie.build.validity import check
 from coterie.config import Model
+from coterie.errors import ConfigError, CoterieError
 from coterie.models.build import Network, acting_copy
 from coterie.models.tryout import try_out
-from coterie.types import ConfigError, CoterieError, Inputs, ObsSpec
+from coterie.types import Inputs, ObsSpec
 from tests.conftest import IMAGE, VECTOR, make_rollout
 from tests.models.test_models import inputs_of
 
@@ -69,6 +70,8 @@ def make_core(size: int, config: Model) -> torch.nn.Module:
     [
         (torch.zeros(3), r"initial_state\(3\) is torch.float32 \[3\], not float32 \[3, N"),
         (torch.zeros(3, 1, dtype=torch.float64), r"initial_state\(3\) is torch.float64"),
+        (torch.zeros(1, 3, 4), r"is torch.float32 \[1, 3, 4\], not float32 \[3, N"),
+        ((torch.zeros(3, 1), torch.zeros(3, 1)), "initial_state must return one tensor, not tuple"),
     ],
 )
 def test_the_state_of_a_custom_core_is_checked(monkeypatch, state, says):

@@ -17,11 +17,12 @@ from coterie.config import Model
 from coterie.envs.make import make_spec
 from coterie.envs.spaces import obs_fields
 from coterie.envs.text import WORDS, text_rows, text_spec
+from coterie.errors import ConfigError
 from coterie.models.build import Network, acting_copy
 from coterie.models.text import TextTorso
 from coterie.models.torsos import GridTorso
 from coterie.parallel.params import FlatParams
-from coterie.types import ActionSpec, ConfigError, Inputs, ObsSpec, Spec
+from coterie.types import ActionSpec, Inputs, ObsSpec, Spec
 from coterie.wire.codec import Refused, check_values
 from tests.envs.env_harness import make, play
 

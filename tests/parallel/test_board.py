@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 
+from coterie.errors import CoterieError
 from coterie.exchange.base import Peers
 from coterie.exchange.gossip import Gossip
 from coterie.exchange.shared_weights import Staleness
@@ -18,7 +19,7 @@ from coterie.parallel.board import COUNTS, EVALUATE, HOLD, LAST, SAVE, Board
 from coterie.parallel.clock import Budget
 from coterie.parallel.heartbeats import Heartbeats, shown_alive
 from coterie.parallel.processes import listen
-from coterie.types import CoterieError, Post
+from coterie.types import Post
 from tests.exchange.harness import collect, flat, make_setup, start, together
 
 PROCESSES, EACH, ADDS = 4, 16, 100

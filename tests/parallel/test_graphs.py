@@ -15,12 +15,13 @@ from coterie.algorithms.ppo import PPO
 from coterie.algorithms.table import algorithm_class
 from coterie.build import resources
 from coterie.build.factory import acting_policy, make_algorithm, make_model
+from coterie.errors import CoterieError
 from coterie.learner import Gradients
 from coterie.parallel.graphs import Graphed, _uncollected, record, recordable
 from coterie.parallel.params import FlatParams
 from coterie.parallel.threads import Team
 from coterie.parallel.traces import trace
-from coterie.types import ActionSpec, CoterieError, Inputs, ObsSpec, Rollout, map_tensors
+from coterie.types import ActionSpec, Inputs, ObsSpec, Rollout, map_tensors
 from tests.algorithms.harness import SMALL, VARIANTS
 from tests.conftest import IMAGE, VECTOR, make_config, make_rollout, needs_gpu
 

@@ -18,10 +18,10 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from coterie.errors import ConfigError, CoterieError
 from coterie.parallel.hardware import available_cores
 from coterie.parallel.processes import Child, gather, listen, scratch_folder
 from coterie.parallel.signals import STOP, blocked_signals, on_signals
-from coterie.types import ConfigError, CoterieError
 from tests.support.waiting import PATIENCE
 
 OWNER = "from coterie.parallel.processes import scratch_folder; print(scratch_folder({where!r}), flush=True); input()"

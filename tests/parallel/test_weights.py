@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from coterie.errors import CoterieError
 from coterie.parallel.weights import Weights
-from coterie.types import CoterieError, Post
+from coterie.types import Post
 from tests.exchange.harness import start
 
 SIZE = 300_000

@@ -18,11 +18,11 @@ import coterie
 from coterie import Callback
 from coterie.cli.main import main
 from coterie.envs.testing import CountingEnv
+from coterie.errors import ConfigError
 from coterie.exchange.allreduce import AllReduce
 from coterie.plugins import label, named
 from coterie.runs.metrics import read_metrics
 from coterie.runs.objects import name_of
-from coterie.types import ConfigError
 from tests.support.commands import ROOT, python
 
 TINY = {

@@ -18,12 +18,12 @@ from coterie.algorithms.table import ALGORITHMS, algorithm_class, register_algor
 from coterie.cli.main import main
 from coterie.config import Config
 from coterie.envs.workers import worker_declared
+from coterie.errors import ConfigError, CoterieError
 from coterie.exchange.solo import Solo
 from coterie.exchange.table import EXCHANGES, register_exchange
 from coterie.plugins import named
 from coterie.runs.config_io import replace as changed
 from coterie.tools.plan.services import save
-from coterie.types import ConfigError, CoterieError
 from tests.plugins.page import train, write_files
 from tests.support.commands import coterie
 from tests.support.options import parse_cli

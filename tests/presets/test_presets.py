@@ -12,8 +12,9 @@ from coterie.build import validity
 from coterie.build.resources import resolve_config
 from coterie.config import Schedule
 from coterie.envs.make import make_spec
+from coterie.errors import ConfigError
 from coterie.presets.common import image_rewards, vector_rewards
-from coterie.types import ActionSpec, ConfigError, ObsSpec, Spec
+from coterie.types import ActionSpec, ObsSpec, Spec
 
 SCENARIO = "gfootball/11_vs_11_hard_stochastic-v1"
 

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from coterie.errors import ConfigError, CoterieError
 from coterie.exchange.mailboxes import Mailboxes, Net, Relay
 from coterie.remote.gossip_link import GossipHub
-from coterie.types import ConfigError, CoterieError
 from coterie.wire.codec import Refused
 from tests.conftest import make_config
 from tests.exchange.gossip_harness import SIZE, linked, step

@@ -22,6 +22,7 @@ from coterie.build.resources import resolve_config
 from coterie.cli.main import main
 from coterie.config import Config, ResolvedConfig
 from coterie.envs.make import make_spec
+from coterie.errors import CoterieError
 from coterie.parallel.params import FlatParams
 from coterie.parallel.slots import Slots
 from coterie.parallel.weights import Weights
@@ -29,7 +30,6 @@ from coterie.remote.admission import settings_of
 from coterie.remote.rollout_service import RolloutService
 from coterie.roles.remote_worker import WorkerOptions, _actor_config, run_actor, run_env_host
 from coterie.runs.config_io import replace, to_dict
-from coterie.types import CoterieError
 from coterie.wire.auth import offset
 from coterie.wire.client import Endpoint
 from coterie.wire.server import Server

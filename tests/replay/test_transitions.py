@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from coterie.errors import ConfigError, CoterieError
 from coterie.replay.priority import Picks, Priorities, SumTree
 from coterie.replay.storage import Capacity
 from coterie.replay.transitions import TransitionReplay
-from coterie.types import ConfigError, CoterieError
 from tests.replay.lives import COLOR, DICT, GAMMA, IMAGE, PLACES, STACK, Life, is_at, join, put, tell
 
 

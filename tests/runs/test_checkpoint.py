@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 
+from coterie.errors import CoterieError
 from coterie.runs import checkpoint
-from coterie.types import CoterieError
 from tests.support.runs import save_checkpoint
 from tests.support.waiting import wait_until
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from coterie.config import Algo, Config, Env, Schedule, Wire
+from coterie.errors import ConfigError, CoterieError
 from coterie.runs.config_io import fields, from_dict, get, load_config, plain, replace, to_dict
 from coterie.runs.old_names import OLD, PEERS
 from coterie.runs.validate import validate
-from coterie.types import ConfigError, CoterieError
 from tests.support.options import parse_cli
 
 FIELDS = {name: plain(kind) for name, kind in fields()}

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from coterie.errors import ConfigError
 from coterie.runs import files
 from coterie.runs.files import Journal, answered, sole_writer
-from coterie.types import ConfigError
 from tests.support.waiting import wait_until
 
 

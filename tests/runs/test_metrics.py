@@ -21,11 +21,11 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from coterie import presets
 from coterie.config import Config, Log
+from coterie.errors import CoterieError
 from coterie.learner import Progress
 from coterie.runs.config_io import from_dict
 from coterie.runs.machine import required, version
 from coterie.runs.metrics import Episodes, RunWriter, read_metrics
-from coterie.types import CoterieError
 
 QUIET = Config(log=Log(tensorboard=False))
 

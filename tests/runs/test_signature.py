@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from coterie.config import Config
+from coterie.errors import ConfigError
 from coterie.runs import trust
 from coterie.runs.config_io import replace, save_config
-from coterie.types import ConfigError
 
 DUEL = {"env.id": "coterie.tools.duel:Duel", "env.kwargs": '{"game": "classic/tictactoe_v3"}'}
 

@@ -18,13 +18,13 @@ import coterie
 from coterie import config
 from coterie.cli.main import main
 from coterie.envs import make, workers
+from coterie.errors import ConfigError
 from coterie.plugins import FIELDS, set_command_folder
 from coterie.runs import checkpoint
 from coterie.runs.config_io import load_config, replace
 from coterie.runs.manifest import _seal
 from coterie.runs.trust import code_of
 from coterie.tools.report.dashboard import Live
-from coterie.types import ConfigError
 from tests.support import commands
 from tests.support.runs import last_line, small_ppo
 from tests.tools.report.recorded import record

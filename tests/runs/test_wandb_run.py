@@ -17,11 +17,11 @@ import pytest
 
 from coterie import presets
 from coterie.config import Config, Log
+from coterie.errors import ConfigError, CoterieError
 from coterie.extras import install
 from coterie.runs import wandb_run
 from coterie.runs.config_io import from_dict
 from coterie.runs.metrics import RunWriter, read_metrics
-from coterie.types import ConfigError, CoterieError
 from tests.support.waiting import PATIENCE, wait_until
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
 from coterie.acting import central, central_stream, double_buffer
+from coterie.errors import CoterieError
 from coterie.remote import rollout_service
 from coterie.remote.admission import FIRST_REMOTE_ID
-from coterie.types import CoterieError
 from coterie.wire.service import Service
 from tests.simulation.scheduler import Simulation
 from tests.simulation.threads import queues, threads

@@ -23,6 +23,7 @@ from coterie.acting.child_processes import WorkerReport, check
 from coterie.build.factory import ProcessContext, exchange_setup, make_model, normalizers
 from coterie.config import ResolvedConfig
 from coterie.envs.news import EnvNews, Means
+from coterie.errors import ConfigError, one_line
 from coterie.exchange.gossip import Gossip
 from coterie.exchange.solo import Solo
 from coterie.launch import supervisor
@@ -37,7 +38,7 @@ from coterie.parallel.stages import Stages
 from coterie.roles import entry
 from coterie.roles.learner_process import LearnerProcess
 from coterie.roles.life import LifeRecorder
-from coterie.types import ConfigError, Post, Rollout, one_line
+from coterie.types import Post, Rollout
 from tests.conftest import VECTOR
 from tests.simulation.scheduler import Scheduler
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from coterie.types import Array, CoterieError
+from coterie.errors import CoterieError
+from coterie.types import Array
 from coterie.wire.client import Connection, ConnectionLost
 from coterie.wire.codec import FrameLayout, Refused
 from coterie.wire.service import Service, ServiceStream

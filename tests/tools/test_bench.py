@@ -72,9 +72,13 @@ def test_the_ceiling_is_that_of_cores_and_of_gpus(monkeypatch):
     monkeypatch.setattr(command, "available_cores", lambda: [0, 1, 2, 3])
     rates = dict.fromkeys(("env_only", "acting", "training"), 1.0)
     one = {**rates, "env": 1e-3, "act": 1e-3, "train": 2e-3}
-    assert command._sum([[one], [one]], gpus=0)["ceiling"].tolist() == [1000]
-    assert command._sum([[one], [one]], gpus=1)["ceiling"].tolist() == [pytest.approx(1e3 / 3)]
-    assert command._sum([[{**one, "env": 2e-2}]], gpus=1)["ceiling"].tolist() == [200]
+    for learners, on_gpu, ceiling in (
+        ([[one], [one]], [], 1000),
+        ([[one], [one]], ["act", "train"], 2e3 / 3),  # each cost includes the wait for the other learner
+        ([[one]], ["train"], 500),  # actors act on the cores
+        ([[{**one, "env": 2e-2}]], ["act", "train"], 200),
+    ):
+        assert command._sum(learners, on_gpu)["ceiling"].tolist() == [pytest.approx(ceiling)]
 
 
 def test_the_spread_is_that_of_the_middle_half():

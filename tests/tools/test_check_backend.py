@@ -15,7 +15,7 @@ import coterie
 from coterie.cli.main import main
 from coterie.envs.backend import Backend, StepResults, declare
 from coterie.envs.spaces import on_host
-from coterie.types import ConfigError
+from coterie.errors import ConfigError
 from tests.support.vectors import Counting
 
 

@@ -15,7 +15,7 @@ import league_page
 import pytest
 
 from coterie import presets
-from coterie.types import ConfigError
+from coterie.errors import ConfigError
 from tests.support.waiting import wait_until
 from tests.tools.report.recorded import record
 

@@ -21,11 +21,12 @@ from coterie.build.policy import Policy
 from coterie.build.resources import make_spec, resolve_config
 from coterie.envs.gym import describe, layout, make_instance
 from coterie.envs.spaces import random_actions
+from coterie.errors import ConfigError
 from coterie.runs.metrics import read_metrics
 from coterie.tools import duel, selfplay
 from coterie.tools.duel import Duel
 from coterie.tools.selfplay import SelfPlay
-from coterie.types import MASK, ConfigError
+from coterie.types import MASK
 from tests.support.commands import run_example
 from tests.support.crowd import DUOS, Crowd
 from tests.tools.replay.test_replay import replayed

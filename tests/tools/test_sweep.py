@@ -19,10 +19,10 @@ import pytest
 
 from coterie.cli.main import main
 from coterie.config import Config
+from coterie.errors import ConfigError
 from coterie.runs import checkpoint, starting
 from coterie.tools.job import Job
 from coterie.tools.sweep import parse_grid, parse_seeds, plan_runs, progress, run_jobs
-from coterie.types import ConfigError
 from tests.conftest import made_by
 from tests.support.commands import Command
 from tests.support.outputs import outputs

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 import coterie
 from coterie import presets
-from coterie.types import ConfigError, CoterieError
+from coterie.errors import ConfigError, CoterieError
 from coterie.wire.auth import check_free, check_pair, is_local, offset, read_token, split
 from coterie.wire.keys import make_keys
 from coterie.wire.server import Server, server_credentials

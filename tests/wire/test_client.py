@@ -13,8 +13,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from coterie.errors import ConfigError, CoterieError
 from coterie.parallel.clock import back_off
-from coterie.types import ConfigError, CoterieError
 from coterie.wire.client import Connection, ConnectionLost, Endpoint, ReconnectingStream, RunEnded, Stream, open_channel
 from coterie.wire.codec import Frame, FrameLayout, Refused, TensorSpec
 from coterie.wire.service import Limits

@@ -17,7 +17,7 @@ import grpc
 import pytest
 from grpc import StatusCode
 
-from coterie.types import CoterieError
+from coterie.errors import CoterieError
 from coterie.wire import server
 from coterie.wire.auth import read_token
 from coterie.wire.client import Stream

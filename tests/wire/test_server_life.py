@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from grpc import StatusCode
 
-from coterie.types import ConfigError, CoterieError
+from coterie.errors import ConfigError, CoterieError
 from coterie.wire.client import ConnectionLost, RunEnded, Stream
 from coterie.wire.codec import FrameLayout, TensorSpec
 from coterie.wire.keys import make_keys

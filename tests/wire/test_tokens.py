@@ -11,7 +11,7 @@ import grpc
 import pytest
 from grpc import StatusCode
 
-from coterie.types import ConfigError, CoterieError
+from coterie.errors import ConfigError, CoterieError
 from coterie.wire.auth import read_token
 from coterie.wire.client import Connection, Endpoint, Stream
 from coterie.wire.codec import Frame

@@ -13,6 +13,7 @@ from coterie.build.resources import fitting_actors, largest, simulators
 from coterie.choices import resolve_exchange
 from coterie.config import Config, Env
 from coterie.envs.tasks import tasks
+from coterie.errors import ConfigError
 from coterie.exchange.table import EXCHANGES, exchange_kind
 from coterie.ops.optim import scaled_lr
 from coterie.plugins import NETWORKS
@@ -20,7 +21,6 @@ from coterie.remote.admission import ENV_SETTINGS
 from coterie.runs.config_io import get
 from coterie.runs.config_io import replace as changed
 from coterie.runs.trust import IMPORTED_BY_ACTORS, code_of
-from coterie.types import ConfigError
 from coterie.wire.auth import join
 from coterie.wire.keys import token_file
 

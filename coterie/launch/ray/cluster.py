@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from coterie.acting.table import acting_kind
 from coterie.config import Ray
+from coterie.errors import CoterieError, first_line, json_object, reason_of
 from coterie.extras import needs
 from coterie.launch.ray.allocation import Allocation, Machine, RunPart, Site, Worker
 from coterie.launch.retries import RestartBudget
 from coterie.parallel.clock import awake
-from coterie.types import CoterieError, first_line, json_object, reason_of
 from coterie.wire.auth import split
 from coterie.wire.keys import make_keys
 
@@ -50,7 +50,7 @@ class Cluster:
         try:
             ray.init(runtime_env=code, log_to_driver=False, logging_level=logging.ERROR, namespace="coterie", **where)
         except Exception as error:  # Ray raises many kinds
-            raise CoterieError(f"ray.address: {first_line(error)}") from error
+            raise CoterieError(f"ray: {first_line(error)}") from error
         # ValueError: outside of the main thread, where Ray has not set its own, either; TypeError: it was not Python's.
         with suppress(ValueError, TypeError):
             signal.signal(signal.SIGTERM, handler)

@@ -18,10 +18,10 @@ from typing import Any
 
 from fsspec.core import url_to_fs
 
+from coterie.errors import ConfigError, CoterieError, reason_of
 from coterie.launch.ray.mirror import LEASE
 from coterie.parallel.clock import awake
 from coterie.runs.files import sole_writer
-from coterie.types import ConfigError, CoterieError, reason_of
 
 _BEAT_S = 10.0  # between writes
 _SETTLE_S = 2.0  # before it is read again, where two commands may have begun at once

@@ -19,9 +19,9 @@ from typing import Any
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from coterie.errors import CoterieError, reason_of
 from coterie.parallel.clock import awake
 from coterie.runs.trust import SIGNATURE
-from coterie.types import CoterieError, reason_of
 
 LEASE = "lease.json"  # of the command that works in a storage
 OF_THE_RUN = ("config.json", SIGNATURE, "ray.txt", LEASE)  # files in the run folder that are not its first site's

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from coterie import __version__
+from coterie.errors import EXIT_INTERRUPTED, ConfigError, CoterieError, first_line
 from coterie.launch.ray import watchdog
 from coterie.launch.ray.allocation import Allocation, RunPart, Site, Worker, site_config, worker_args
 from coterie.launch.ray.cluster import Address, Orders, Terms
@@ -26,7 +27,6 @@ from coterie.parallel.processes import scratch_folder
 from coterie.runs import checkpoint
 from coterie.runs.config_io import to_dict
 from coterie.runs.wandb_run import PAGE_ID, PAGE_NAME
-from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError, first_line
 from coterie.wire.auth import check_free, join
 from coterie.wire.keys import CERT, token_file
 

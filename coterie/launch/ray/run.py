@@ -17,7 +17,9 @@ from typing import Any
 
 from coterie import __version__
 from coterie.build.warm_start import source_of
+from coterie.choices import with_modules
 from coterie.config import Config
+from coterie.errors import ConfigError, CoterieError, first_line
 from coterie.launch.ray.allocation import Allocation, RunPart, Site, Worker, allocate, targets
 from coterie.launch.ray.cluster import Cluster, RayBoard
 from coterie.launch.ray.lease import LeaseLost
@@ -33,7 +35,6 @@ from coterie.runs.files import sole_writer, write_whole, writing
 from coterie.runs.metrics import clean
 from coterie.runs.starting import Starting
 from coterie.runs.trust import SIGNATURE, sign
-from coterie.types import ConfigError, CoterieError, first_line
 
 _POLL_S = 0.5
 _WARN_S = 20.0  # without a report of a part, before that is said
@@ -52,7 +53,7 @@ def run_on_ray(config: Config, folder: Path, resumed: bool, starting: Starting, 
     """Train on a cluster; returns the summary of all sites together, which is also in `summary.json`. `held`: is closed
     when the run has ended.
     """
-    begin = time.monotonic()
+    begin, config = time.monotonic(), with_modules(config)
     starting.doing("connecting to Ray")
     cluster = Cluster(config.ray)
     try:

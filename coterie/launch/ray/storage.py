@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+from coterie.errors import ConfigError, CoterieError, reason_of
 from coterie.launch.ray.lease import LeaseLost, lease
 from coterie.launch.ray.mirror import OF_THE_RUN, STORED_S, Mirror
 from coterie.parallel.clock import awake
-from coterie.types import ConfigError, CoterieError, reason_of
 
 _HURRIED_S = 3.0  # in place of STORED_S, where a signal hurries
 
@@ -75,4 +75,6 @@ class Storage:
             yield from self._down.poll(now=True)
             time.sleep(0.1)
         if self._down is not None:
+            if self._down.updated < begin:
+                yield f"the run folder lacks the last files of {self.url}, which has all of them"
             self._down.stop(1.0)

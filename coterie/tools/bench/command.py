@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,13 +22,14 @@ from coterie.build.validity import check
 from coterie.config import Config, ResolvedConfig
 from coterie.envs.make import make_spec
 from coterie.envs.tasks import tasks
+from coterie.errors import ConfigError, counted
 from coterie.launch.placement import Placement
 from coterie.parallel.hardware import available_cores
 from coterie.parallel.processes import Child, gather
 from coterie.roles.entry import worker_process
 from coterie.roles.learner_process import LearnerProcess
 from coterie.tools.bench.turns import EnvOnly, StepTimer, Training
-from coterie.types import ConfigError, Post, counted
+from coterie.types import Post
 
 _SPREAD = 0.05  # of the ratios of the rounds, below which they have settled
 _ROUNDS = 5  # at least, where the time is enough
@@ -54,7 +56,7 @@ def bench(asked: Config, seconds: float) -> dict[str, Any]:
         found = [_measure(LearnerProcess(config), seconds)]
     else:
         found = _measure_children(config, seconds)
-    rounds = _sum([one["rounds"] for one in found], len({one["gpu"] for one in found} - {""}))
+    rounds = _sum([one["rounds"] for one in found], found[0]["on_gpu"])
     middle = {k: float(np.median(values)) for k, values in rounds.items()}
     parts = {k: middle[k] for k in ("env", "act", "train")}
     ratio = rounds["training"] / rounds["ceiling"]
@@ -83,18 +85,18 @@ def bench(asked: Config, seconds: float) -> dict[str, Any]:
     }
 
 
-def _sum(learners: list[list[Round]], gpus: int) -> dict[str, Any]:
-    """The rounds of all learners: summed rates, mean costs of an env step, and the ceiling of each round. `gpus`: that
-    act and train.
-    """
+def _sum(learners: list[list[Round]], on_gpu: Sequence[str]) -> dict[str, Any]:
+    """The rounds of all learners: summed rates, mean costs of an env step, and the ceiling of each round."""
     by_key = {k: np.array([[one[k] for one in rounds] for rounds in learners]) for k in learners[0][0]}
     rates = {k: by_key.pop(k).sum(0) for k in ("env_only", "acting", "training")}
     costs = {k: x.mean(0) for k, x in by_key.items()}
-    on_cores = costs["env"] + (0 if gpus else costs["act"] + costs["train"])
-    ceiling = len(available_cores()) / on_cores
-    if gpus:
-        ceiling = np.minimum(ceiling, gpus / (costs["act"] + costs["train"]))
-    return {**rates, **costs, "ceiling": ceiling}
+    return {**rates, **costs, "ceiling": _ceiling(costs, len(learners), on_gpu)}
+
+
+def _ceiling(costs: Mapping[str, Any], learners: int, on_gpu: Sequence[str]) -> Any:
+    """Env steps/s if nothing waited. `on_gpu`: the parts that GPUs do, with waits for other learners in their costs."""
+    ceiling = len(available_cores()) / sum(costs[k] for k in ("env", "act", "train") if k not in on_gpu)
+    return np.minimum(ceiling, learners / sum(costs[k] for k in on_gpu)) if on_gpu else ceiling
 
 
 def spread(ratio: Any) -> float:
@@ -108,6 +110,8 @@ def _measure(learner: LearnerProcess, seconds: float) -> dict[str, Any]:
     board, rank = learner.context.board, learner.context.rank
     env_only, training = EnvOnly(learner), Training(learner)
     stages, rounds = Counter[str](), list[Round]()
+    on_cores = ("env", "act") if acting_kind(learner.config).own_policy else ("env",)
+    on_gpu = [k for k in ("env", "act", "train") if learner.resources.device.type == "cuda" and k not in on_cores]
 
     def sync() -> None:
         board.meet(rank, learner.config.log.stall)
@@ -140,7 +144,7 @@ def _measure(learner: LearnerProcess, seconds: float) -> dict[str, Any]:
                 rates["training"] = training.turn(turn)
                 stages.update(learner.stages.seconds)
                 rounds.append(rates)
-                ratio = [one["training"] * (one["env"] + one["act"] + one["train"]) for one in rounds]
+                ratio = [one["training"] / _ceiling(one, learner.config.learners, on_gpu) for one in rounds]
                 if rank == 0 and (spread(ratio) < _SPREAD or time.monotonic() > end):
                     board.stop()
                 sync()
@@ -152,7 +156,7 @@ def _measure(learner: LearnerProcess, seconds: float) -> dict[str, Any]:
         "turn": turn,
         "stages": dict(stages),
         "action_repeat": learner.spec.action_repeat,
-        "gpu": str(device) if (device := learner.resources.device).type == "cuda" else "",
+        "on_gpu": on_gpu,
     }
 
 

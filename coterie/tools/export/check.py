@@ -14,8 +14,9 @@ from coterie.build.policy import Policy
 from coterie.envs.make import make_envs
 from coterie.envs.spaces import ActionMap, random_actions
 from coterie.envs.tasks import task_config, tasks
+from coterie.errors import ConfigError, CoterieError, first_line
 from coterie.tools.export.graph import Graph, obs_name, split_params
-from coterie.types import Array, ConfigError, CoterieError, Inputs, ObsSpec, entries, first_line, from_entries, map_obs
+from coterie.types import Array, Inputs, ObsSpec, entries, from_entries, map_obs
 
 # Relative to a number's size, and at least to 1 or to the largest return that a distribution has an atom for: both
 # compute in float32, in different orders, and the rounding of a mean over atoms from -10 to 10 grows with the largest.

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from coterie.acting.base import core_shape
 from coterie.envs.spaces import ActionMap
+from coterie.errors import ConfigError, first_line
 from coterie.models.build import Network
 from coterie.ops.dist import make_distribution
-from coterie.types import ActionSpec, ConfigError, Inputs, first_line, from_entries
+from coterie.types import ActionSpec, Inputs, from_entries
 
 OPSET = 18  # the oldest that torch's exporter writes without a conversion
 

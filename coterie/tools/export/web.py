@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from coterie.config import Config
-from coterie.types import ConfigError, CoterieError
+from coterie.errors import ConfigError, CoterieError
 
 ENVS = ("CartPole-v0", "CartPole-v1")
 PACKAGE = "onnxruntime-web@1.30.0"

@@ -15,6 +15,7 @@ from typing import Any
 from coterie.acting.table import ACTING
 from coterie.config import Config
 from coterie.envs.make import make_spec
+from coterie.errors import ConfigError, CoterieError, counted
 from coterie.exchange.table import EXCHANGES
 from coterie.parallel.hardware import available_cores
 from coterie.runs.files import writing
@@ -23,7 +24,7 @@ from coterie.tools.plan.measure import measure, provenance
 from coterie.tools.plan.search import cheapest
 from coterie.tools.plan.services import Services, load, save
 from coterie.tools.plan.simulate import Prediction, is_simulated, simulate
-from coterie.types import ConfigError, CoterieError, Spec, counted
+from coterie.types import Spec
 
 _SILENCE_S = 5.0
 _LEAST = {"cores": 1, "gpus": 0, "machines": 1, "hosts": 0, "host_cores": 1, "latency": 0, "core_hour": 0}

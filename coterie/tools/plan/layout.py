@@ -14,10 +14,11 @@ from coterie.build import validity
 from coterie.build.resources import resolve_config, resolve_resources
 from coterie.config import Config, ResolvedConfig
 from coterie.envs.tasks import envs_per_child, tasks
+from coterie.errors import ConfigError
 from coterie.exchange.table import EXCHANGES
 from coterie.parallel.hardware import assign_cores
 from coterie.runs.config_io import replace as changed
-from coterie.types import ConfigError, Spec
+from coterie.types import Spec
 
 _HERE = "127.0.0.1:1"  # placeholder, never opened
 

@@ -1,7 +1,7 @@
 """What the parts of a run cost on this machine, measured by short turns of the learner's own loop.
 
-A process on each of up to 8 cores runs the loop that `bench` measures, inline and with one thread, for a few envs and
-for more.
+A process on each of up to 8 cores (two where there is one core) runs the loop that `bench` measures, inline and with
+one thread, for a few envs and for more.
 The simulation derives the rate of a layout from these costs.
 """
 
@@ -21,6 +21,7 @@ from coterie.build.validity import check
 from coterie.config import Chaos, Config, ResolvedConfig
 from coterie.envs.make import make_spec
 from coterie.envs.tasks import tasks
+from coterie.errors import ConfigError
 from coterie.exchange.table import EXCHANGES
 from coterie.launch.placement import Placement
 from coterie.parallel.hardware import available_cores
@@ -29,7 +30,7 @@ from coterie.plugins import named
 from coterie.runs.config_io import replace as changed
 from coterie.tools.plan.microbench import PATIENCE_S, Turn, measure_process, merge
 from coterie.tools.plan.services import Costs, LinearCost, Services, fit
-from coterie.types import ConfigError, Spec
+from coterie.types import Spec
 
 _MOST = 8  # processes: this many already saturate memory bandwidth
 _DECORRELATE = 20  # env steps

@@ -10,11 +10,12 @@ from itertools import groupby, product
 
 from coterie.acting.table import ACTING
 from coterie.config import Config
+from coterie.errors import ConfigError, CoterieError
 from coterie.exchange.table import EXCHANGES
 from coterie.tools.plan.layout import Hardware, RunLayout, layout
 from coterie.tools.plan.services import Services
 from coterie.tools.plan.simulate import Prediction, is_simulated, simulate
-from coterie.types import ConfigError, CoterieError, Spec
+from coterie.types import Spec
 
 _NOISE = 1.05  # a simulation's rate over a ceiling of mean times
 

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from coterie.errors import ConfigError, reason_of
 from coterie.exchange.table import EXCHANGES
 from coterie.runs import files
-from coterie.types import ConfigError, reason_of
 
 _MOST = 1e12  # of any number: with larger ones a simulated run may not end
 

@@ -15,6 +15,7 @@ import numpy as np
 import simpy
 
 from coterie.acting.table import ACTING
+from coterie.errors import ConfigError, CoterieError
 from coterie.exchange.table import EXCHANGES
 from coterie.plugins import named
 from coterie.tools.plan.acting import ProducerLocation, SimActing
@@ -22,7 +23,6 @@ from coterie.tools.plan.des import Cores
 from coterie.tools.plan.layout import RunLayout
 from coterie.tools.plan.learners import Shared, SimLearner
 from coterie.tools.plan.services import Services
-from coterie.types import ConfigError, CoterieError
 
 _ENOUGH, _LEAST, _MOST_EVENTS = 300_000, 6, 10_000_000  # rounds and events
 _SATURATED = 0.95  # share of a part's time from which it is the bottleneck

@@ -9,12 +9,12 @@ from typing import Any
 
 from coterie.choices import SECTIONS, uses
 from coterie.config import ResolvedConfig
+from coterie.errors import ConfigError, counted
 from coterie.exchange.table import exchange_kind
 from coterie.flight.life import RecordedLife
 from coterie.flight.record import lives
 from coterie.tools.replay.engine import EDITABLE
 from coterie.tools.replay.moment import Moment, debug
-from coterie.types import ConfigError, counted
 
 Together = Mapping[int, Sequence[RecordedLife]]
 _FIXED = ("algo.unroll_length", "algo.poll", "ppo.batch_size")

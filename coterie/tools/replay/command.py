@@ -17,6 +17,7 @@ from coterie.build.factory import make_model, normalizers
 from coterie.build.resources import resolve_config
 from coterie.config import Config, ResolvedConfig
 from coterie.envs.make import make_spec
+from coterie.errors import ConfigError, CoterieError, counted
 from coterie.flight.life import RecordedLife, RecordEnds
 from coterie.learner import Observer
 from coterie.roles.learner_process import LearnerProcess
@@ -31,7 +32,6 @@ from coterie.tools.replay.asked import ReplayRequest, Together, no_step
 from coterie.tools.replay.compare import machine_differences
 from coterie.tools.replay.engine import LearnerStep, Replay, ReplayResult, explain
 from coterie.tools.replay.moment import Moment, StepBreakpoint, debug
-from coterie.types import ConfigError, CoterieError, counted
 
 
 def replay(options: Namespace) -> int:

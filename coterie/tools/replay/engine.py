@@ -17,6 +17,7 @@ import torch
 from coterie.acting.table import acting_kind
 from coterie.build.factory import ProcessContext
 from coterie.config import ResolvedConfig
+from coterie.errors import ConfigError, CoterieError, one_line
 from coterie.exchange.table import exchange_kind
 from coterie.flight.life import RecordedLife, RecordEnds, unrecorded
 from coterie.learner import Observer
@@ -28,7 +29,7 @@ from coterie.roles.life import digest_of_state
 from coterie.runs.checkpoint import Tensors
 from coterie.tools.duel import REPLAYED
 from coterie.tools.replay.compare import Comparison, Differs, DivergentRollout, cause
-from coterie.types import ConfigError, CoterieError, Rollout, one_line
+from coterie.types import Rollout
 
 Observers = Callable[[LearnerProcess], Sequence[Observer]]
 LearnerStep = tuple[int, int]  # a learner and its learner step

@@ -6,11 +6,11 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
+from coterie.errors import ConfigError
 from coterie.runs.files import save, unlinked
 from coterie.tools.report.dashboard import serve
 from coterie.tools.report.page import LARGEST_VIDEO, of_runs
 from coterie.tools.report.runs import find_runs
-from coterie.types import ConfigError
 
 
 def report(options: Namespace) -> int:

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import psutil
 
+from coterie.errors import ConfigError, one_line, reason_of
 from coterie.parallel.processes import location
 from coterie.parallel.signals import on_signals
 from coterie.runs.files import read_json, was_killed
 from coterie.tools.report.page import Page, Section, of_runs
 from coterie.tools.report.runs import read_run
 from coterie.tools.report.tables import Table
-from coterie.types import ConfigError, one_line, reason_of
 
 REFRESH_S = 10
 _LOG_LINES = 15

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coterie import presets
+from coterie.errors import ConfigError
 from coterie.extras import needs
 from coterie.presets.common import flat
 from coterie.runs.config_io import to_dict
@@ -16,7 +17,7 @@ from coterie.tools.report import sections
 from coterie.tools.report.charts import Chart
 from coterie.tools.report.runs import RecordedRun, methods
 from coterie.tools.report.tables import Table, changes, checklist, outcomes, settings
-from coterie.types import ConfigError, Spec
+from coterie.types import Spec
 
 LARGEST_VIDEO = 30 * 2**20
 

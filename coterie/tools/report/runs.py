@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from coterie.envs.tasks import tasks
+from coterie.errors import ConfigError
 from coterie.plugins import label
 from coterie.presets.common import flat
 from coterie.runs.files import read_json, was_killed
 from coterie.runs.metrics import read_metrics
-from coterie.types import Array, ConfigError
+from coterie.types import Array
 
 _MORE = ("summary.json", "machine.json")
 # Options that do not make a different method: where a run went.
@@ -153,9 +155,10 @@ def option_text(value: Any) -> str:
 
 def find_runs(given: Iterable[str]) -> list[RecordedRun]:
     """The runs of folders, each a run's or one of runs. Raises `ConfigError` for neither, and for a run given twice."""
-    found, given = list[RecordedRun](), list(given)
+    found = list[RecordedRun]()
     for folder in map(Path, given):
-        if folder.is_file() and folder.suffix in (".json", ".txt") and len(given) > 1:
+        stem = re.sub(r"(\.args)?\.(json|txt)$", "", str(folder))
+        if folder.is_file() and Path(f"{stem}.args.json").exists():
             continue  # what a sweep wrote beside its folders: the shell's `sweep-*` names it, too
         inner = [] if (folder / "config.json").exists() else sorted(p.parent for p in folder.glob("*/config.json"))
         found += [read_run(path) for path in inner or [folder]]

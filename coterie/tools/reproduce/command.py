@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from coterie.choices import unknown
+from coterie.errors import EXIT_INTERRUPTED, ConfigError, CoterieError
 from coterie.runs.files import save
 from coterie.tools.report.charts import HEAD
 from coterie.tools.report.page import Page, Section
@@ -22,7 +23,6 @@ from coterie.tools.reproduce.runs import estimate, evaluate, gather, planned, si
 from coterie.tools.reproduce.special import draw
 from coterie.tools.reproduce.verdict import decide
 from coterie.tools.sweep import parse_jobs, run_jobs
-from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
 
 Refuse = Callable[[list[str]], None]  # raises `ConfigError` if a preset with these options is invalid
 

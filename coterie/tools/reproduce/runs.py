@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from coterie.errors import EXIT_INTERRUPTED, ConfigError, CoterieError
 from coterie.runs import checkpoint
 from coterie.runs.metrics import file_name
 from coterie.tools.job import Job
@@ -17,7 +18,6 @@ from coterie.tools.report.runs import read_run
 from coterie.tools.reproduce.figure import Arm, ArmResult, Figure, Size
 from coterie.tools.reproduce.measures import begins, order, rate
 from coterie.tools.sweep import run_jobs
-from coterie.types import EXIT_INTERRUPTED, ConfigError, CoterieError
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from coterie.build.resources import resolve_config
 from coterie.build.validity import check
 from coterie.config import Config
 from coterie.envs.make import make_spec
+from coterie.errors import ConfigError, CoterieError
 from coterie.launch.ray.allocation import Allocation, Machine, Site, Worker, allocate, site_config, targets, worker_args
 from coterie.launch.ray.cluster import RayBoard
 from coterie.launch.ray.run import sum_up
 from coterie.ops.optim import scaled_lr
 from coterie.runs.validate import validate
-from coterie.types import ConfigError, CoterieError
 from tests.launch.ray.test_mirror import save
 from tests.support.options import parse_cli
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
+from coterie.errors import CoterieError
 from coterie.launch.ray.mirror import OF_THE_RUN, Mirror, fetch
 from coterie.runs import checkpoint
-from coterie.types import CoterieError
 from tests.support.runs import save_checkpoint
 from tests.support.waiting import PATIENCE, wait_until
 

@@ -18,6 +18,7 @@ import pytest
 
 import coterie
 from coterie import __version__
+from coterie.errors import CoterieError
 from coterie.launch.ray import node, watchdog
 from coterie.launch.ray.allocation import Allocation, Machine, Site, allocate
 from coterie.launch.ray.cluster import RayBoard
@@ -25,7 +26,6 @@ from coterie.launch.ray.mirror import Mirror
 from coterie.launch.ray.node import Node, Outcome
 from coterie.runs import checkpoint
 from coterie.runs.config_io import save_config
-from coterie.types import CoterieError
 from tests.conftest import make_config
 from tests.support.process_table import family
 from tests.support.waiting import PATIENCE, wait_until

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from coterie.config import Config, Ray
+from coterie.errors import ConfigError, CoterieError
 from coterie.launch.ray import run as runs
 from coterie.launch.ray.allocation import Machine, Site, Worker
 from coterie.launch.ray.cluster import Cluster
@@ -24,7 +25,6 @@ from coterie.launch.ray.run import RayRun, sum_up
 from coterie.parallel.clock import awake
 from coterie.parallel.signals import on_signals
 from coterie.runs.starting import Starting
-from coterie.types import ConfigError, CoterieError
 from tests.conftest import make_config
 from tests.support.runs import save_checkpoint
 from tests.support.waiting import PATIENCE

@@ -16,12 +16,12 @@ from typing import Any
 import fsspec
 import pytest
 
+from coterie.errors import ConfigError, CoterieError
 from coterie.launch.ray import lease as leases
 from coterie.launch.ray import storage as storages
 from coterie.launch.ray.lease import LeaseLost, lease
 from coterie.launch.ray.mirror import LEASE
 from coterie.launch.ray.storage import Storage
-from coterie.types import ConfigError, CoterieError
 from tests.support.waiting import PATIENCE, wait_until
 
 

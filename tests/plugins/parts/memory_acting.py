@@ -13,9 +13,10 @@ from coterie.acting.recorder import Recorder, local_fields
 from coterie.config import Central, Refusal
 from coterie.envs.news import Reports
 from coterie.envs.tasks import envs_per_child
+from coterie.errors import CoterieError
 from coterie.parallel.shm import SharedArrays, fence
 from coterie.parallel.threads import Team
-from coterie.types import CoterieError, TimeStep
+from coterie.types import TimeStep
 
 POLL_S = 1e-4
 

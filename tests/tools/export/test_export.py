@@ -14,11 +14,11 @@ import torch
 
 import coterie
 from coterie.cli.main import main
+from coterie.errors import CoterieError
 from coterie.tools.export import command
 from coterie.tools.export.check import TOLERANCE, Checked, check
 from coterie.tools.export.describe import describe
 from coterie.tools.export.graph import Graph, to_onnx
-from coterie.types import CoterieError
 from tests.tools.export.runs import make_run
 
 onnxruntime = pytest.importorskip("onnxruntime")

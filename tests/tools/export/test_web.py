@@ -16,8 +16,8 @@ import pytest
 
 import coterie
 from coterie.cli.main import main
+from coterie.errors import CoterieError
 from coterie.tools.export import web
-from coterie.types import CoterieError
 from tests.support.http import BROWSER, needs_browser, serving
 from tests.tools.export.runs import make_run
 from tests.tools.export.test_export import HERE, LSTM, REWARD, one_line

@@ -18,6 +18,7 @@ from coterie.build.validity import check
 from coterie.cli.main import main
 from coterie.envs.make import make_spec
 from coterie.envs.tasks import envs_per_child
+from coterie.errors import ConfigError
 from coterie.exchange.table import EXCHANGES
 from coterie.parallel.params import FlatParams
 from coterie.roles.learner_process import LearnerProcess
@@ -28,7 +29,6 @@ from coterie.tools.plan.measure import lone, provenance, sizes
 from coterie.tools.plan.search import candidates, cheapest
 from coterie.tools.plan.services import fit, load, save
 from coterie.tools.plan.simulate import simulate
-from coterie.types import ConfigError
 from tests.tools.plan.harness import COSTS, services
 
 IMPALA = presets.impala(env="CartPole-v1")

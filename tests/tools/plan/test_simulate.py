@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import simpy
 
+from coterie.errors import ConfigError
 from coterie.tools.plan.des import Barrier, Cores
 from coterie.tools.plan.layout import Hardware
 from coterie.tools.plan.search import ceiling
 from coterie.tools.plan.services import LinearCost, fit, load, save
 from coterie.tools.plan.simulate import World, simulate
-from coterie.types import ConfigError
 from tests.tools.plan.harness import BARE, COSTS, EXCHANGE, layout, services
 
 TWO = Hardware(cores=2)

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from coterie.cli.main import main
+from coterie.errors import ConfigError
 from coterie.flight.record import FlightRecorder, lives, read_life
 from coterie.roles.callbacks import Callback
 from coterie.roles.learner_process import LearnerProcess
 from coterie.tools.replay import engine
-from coterie.types import ConfigError
 from tests.support.net import free_port
 from tests.tools.replay.test_replay import LAYOUTS, assert_equal, edited, replayed, run
 

@@ -8,10 +8,10 @@ import shutil
 import pytest
 
 from coterie.cli.main import main
+from coterie.errors import CoterieError
 from coterie.flight.record import lives
 from coterie.runs import machine
 from coterie.tools.replay import compare
-from coterie.types import CoterieError
 from tests.tools.replay.test_breaks import cut
 from tests.tools.replay.test_replay import LAYOUTS, assert_equal, edited, replayed, run
 

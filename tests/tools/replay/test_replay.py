@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file
 
 from coterie.cli.main import main
+from coterie.errors import CoterieError
 from coterie.flight.record import FlightRecorder, lives
 from coterie.launch.session import resume, train
 from coterie.roles.callbacks import Callback, Run
 from coterie.runs.trust import open_run
 from coterie.tools.replay.asked import ReplayRequest
 from coterie.tools.replay.command import replay_run
-from coterie.types import CoterieError
 from tests.conftest import make_config
 
 TWO, ACTORS = {"learners": 2}, {"actors": 2, "decoupled.queue": 1}

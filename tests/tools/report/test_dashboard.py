@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from coterie.errors import ConfigError
 from coterie.tools.report.dashboard import Live, make_server
-from coterie.types import ConfigError
 from tests.support.commands import Command
 from tests.support.http import serving
 from tests.tools.report.recorded import record

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from coterie.errors import ConfigError, CoterieError
 from coterie.tools.report.runs import differences, find_runs, methods, read_run
 from coterie.tools.report.sections import AXES, aggregates, returns
 from coterie.tools.report.stats import band, interquartile_mean, interval, on_grid
 from coterie.tools.report.tables import final_return, outcomes
-from coterie.types import ConfigError, CoterieError
 from tests.tools.report.recorded import record
 
 
@@ -67,11 +67,13 @@ def test_files_that_a_sweep_leaves_beside_its_runs_are_left_out(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     for name in ("a-seed0", "a-seed1"):
         record(tmp_path / name, "ppo", seed=int(name[-1]))
-    for name in ("a-seed0.args.json", "a-seed2.args.json", "a-seed2.txt", "a-seed0-step_9-eval10.json"):
+    for name in (
+        *(f"{name}{end}" for name in ("a-seed2", "a-seed0-step_9-eval10") for end in (".args.json", ".json", ".txt")),
+    ):
         (tmp_path / name).touch()  # the third run did not begin
     assert [run.folder.name for run in find_runs(sorted(map(str, Path().glob("a-*"))))] == ["a-seed0", "a-seed1"]
     with pytest.raises(CoterieError, match="not a run folder"):
-        find_runs(["a-seed2.txt"])
+        find_runs(["a-seed0", "a-seed1/config.json"])
 
 
 def test_scores_of_atari_games_are_human_normalized(tmp_path):

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from coterie.cli.main import main
+from coterie.errors import ConfigError
 from coterie.tools.report.runs import read_run
 from coterie.tools.reproduce import command, runs
 from coterie.tools.reproduce.figure import FIGURES, ArmResult, read_figures
 from coterie.tools.reproduce.runs import sized
-from coterie.types import ConfigError
 from tests.tools.report.recorded import record
 
 ONE_FIGURE = """
