@@ -21,7 +21,6 @@ from coterie.errors import CoterieError
 from coterie.launch import coordinator, retries
 from coterie.launch.coordinator import Coordinator
 from coterie.parallel.board import EVALUATE, LAST, SAVE, Board
-from coterie.parallel.signals import WARNING
 from coterie.roles.entry import LearnerReport, Saved
 from coterie.runs import checkpoint
 from coterie.runs.metrics import read_metrics
@@ -106,25 +105,6 @@ def test_an_evaluation_whose_learner_dies_is_made_again_and_its_late_score_is_no
     save(run, 600, [1])
     assert evaluations(run) == [7.0]
     assert checkpoint.best(run.root)[1] == 7.0
-
-
-def test_a_warning_makes_a_checkpoint_due_without_an_evaluation_and_also_during_an_order(run: Coordinator) -> None:
-    learn(run, 600)
-    assert run.board.order[1] == SAVE | EVALUATE
-    run._on_signal(WARNING)  # the other learner may have written its part already
-    scores(run, 5.0, run.board.order[0])
-    save(run, 600)
-    learn(run, 610)
-    assert run.board.order[1] == SAVE
-    save(run, 610)
-    learn(run, 620)
-    assert run.order is None
-    run._on_signal(WARNING)
-    learn(run, 1100)  # an evaluation is due, too
-    assert run.board.order[1] == SAVE
-    save(run, 1100)
-    learn(run, 1110)
-    assert run.board.order[1] == SAVE | EVALUATE
 
 
 def test_a_group_that_goes_back_takes_its_counts_and_episodes_back(run: Coordinator) -> None:
