@@ -26,14 +26,17 @@ import league_page
 import numpy as np
 from league_entries import ROOT, Entry, Record, entries
 
+from coterie.acting.table import acting_kind
 from coterie.cli.options import config_of
 from coterie.parallel.hardware import available_cores
+from coterie.tools.job import complete
 from coterie.tools.report.runs import RecordedRun, read_run
 
 POINTS = 80  # of a recorded curve
 CORES = 2  # of runs that are laid out by the number of cores
 STOPPED = (75, -signal.SIGTERM, -signal.SIGINT)
 COTERIE = [sys.executable, "-m", "coterie"]
+SB3 = ROOT / ".peers" / "sb3" / "bin" / "python"
 
 
 def call(command: list[str], quiet: bool = False) -> str:
@@ -71,8 +74,7 @@ def curve(run: RecordedRun) -> Record:
 def train(entry: Entry, folder: Path) -> Record:
     """Run an entry to its end. Raises `CalledProcessError` where the run is stopped or fails."""
     if entry.method.startswith("sb3-"):
-        python = ROOT / ".peers" / "sb3" / "bin" / "python"
-        found: Record = json.loads(call([str(python), *entry.command[1:]], quiet=True).splitlines()[-1])
+        found: Record = json.loads(call([str(SB3), *entry.command[1:]], quiet=True).splitlines()[-1])
         return found
     about, wanted = folder.with_name(f"{folder.name}.txt"), f"{entry.typed}\n{json.dumps(entry.settings)}\n"
     known = about.read_text() if about.exists() else "a command that is not known"
@@ -83,7 +85,7 @@ def train(entry: Entry, folder: Path) -> Record:
     if not (folder / "config.json").exists():
         quiet = ["--log.every", "1", "--log.tensorboard", "false", "--out", str(folder)]
         call([*COTERIE, *entry.command[1:], *quiet])
-    elif not read_run(folder).finished:
+    elif not complete(folder):
         call([*COTERIE, "resume", str(folder)])
     final = json.loads(call([*COTERIE, "eval", str(folder), "--episodes", str(entry.episodes), "--json"], quiet=True))
     score = {key: final[key] for key in ("mean_return", "stderr", "episodes", "human_normalized")}
@@ -95,7 +97,8 @@ def by_cores(entry: Entry) -> bool:
     if entry.method.startswith("sb3-"):
         return False
     config = config_of(entry.command[2:])
-    return config.learners == "auto" or not config.env.num_envs
+    actors = config.actors == "auto" and acting_kind(config).own_policy
+    return config.learners == "auto" or not config.env.num_envs or actors
 
 
 def write(entry: Entry, record: Record) -> None:
@@ -117,6 +120,9 @@ def work(chosen: list[Entry], runs: Path) -> None:
             continue
         if by_cores(entry) and len(available_cores()) != CORES:
             print(f"--- {entry.name}: needs {CORES} cores, which decide its learners and envs", flush=True)
+            continue
+        if entry.method.startswith("sb3-") and not SB3.exists():
+            print(f"--- {entry.name}: needs `make peers`", flush=True)
             continue
         folder = runs / entry.name.replace("/", "_")
         print(f"--- {entry.name}: {entry.typed}", flush=True)

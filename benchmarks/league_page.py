@@ -29,7 +29,7 @@ not learn](learning.md#what-did-not-learn)), so expect less elsewhere. [Conditio
 CONDITIONS = """## Conditions
 
 - Episodes of a score: vectors and continuous 100, memory 200, MuJoCo 50, Atari 30; peers 100.
-- With two or three seeds the interval is their range, which has the true value in about 50% and 74% of cases (five
+- With two to four seeds the interval is their range, which has the true value in about 50%, 74% and 88% of cases (five
   seeds: about 90%; simulated with normal scores). Human = 1: the score between a random policy's (0) and a human's (1).
 - Curves: mean over seeds and its 95% interval, up to the end of the first seed that was done. *In italics*: a run that
   is under way, with the return of its last 100 training episodes.
@@ -46,10 +46,9 @@ CONDITIONS = """## Conditions
 - No run was steered. The budgets of `gala-ppo` and `ppo-paper` on Pong were raised after runs of 3M env steps had ended
   at 4.9 and 17.2, and that of `appo` with them. Trained again after their defaults had changed: `dqn` on CartPole
   (before: 393), `ppo` on MountainCar (-138), `dqn` and `rainbow` on MountainCar (-148 and -100), `gala-ppo` on
-  LunarLander (201), and what is listed with older defaults [here](learning.md#what-did-not-learn). To be trained again,
-  but for one seed each of LunarLanderContinuous and Walker2d: `gala-ppo` on other vectors and MuJoCo (before: 212 and
-  1415, Hopper 2149, HalfCheetah 1405, commit 7facdaf7). Runs on one core that would have had more learners or envs on
-  two were made again with two.
+  LunarLander (201), LunarLanderContinuous (212), Walker2d (1415), Hopper (2149) and HalfCheetah (1405, commit
+  7facdaf7), and what is listed with older defaults [here](learning.md#what-did-not-learn). Runs on one core that would
+  have had more learners or envs on two were made again with two.
 """
 
 

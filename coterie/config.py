@@ -280,7 +280,7 @@ class Ray:
     """Launch ray: the cluster (docs/guides/machines.md)."""
 
     address: str = ""  # cluster of this machine: auto, or HOST:PORT; empty: start one on this machine alone
-    runtime_env: str = "{}"  # JSON object: Ray's runtime_env, such as {"working_dir": "."} for custom code
+    runtime_env: str = "{}"  # JSON object: Ray's runtime_env, such as {"working_dir": ".", "excludes": ["runs"]}
     storage: str = ""  # shared files of the run: a path, or a URL that fsspec supports; empty: in the run folder
 
 

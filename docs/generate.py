@@ -59,8 +59,8 @@ small vectors, continuous control. The tables show what differs from the [defaul
 LunarLander (vectors) and Hopper (MuJoCo), and defaults that a paper has, too; a preset "as" another has the rest from
 it, and `coterie train PRESET --help` shows all. `-` means that the preset does not run there.
 
-Rewards of other images, and with `impala`, `seed-vtrace` and `a3c` those of vectors other than LunarLander, CartPole,
-Acrobot and MountainCar, are normalized (`reward.normalize`), since they have any size. Not with `a3c-paper` and
+Rewards of other images, and those of vectors other than LunarLander, CartPole, Acrobot and MountainCar, are normalized
+(`reward.normalize`) without a replay, since they have any size. Not with `a3c-paper` and
 `seed-football`; `dqn` and what derives from it clip those of all images, `seed-r2d2` none.
 
 The last column says where a value comes from: a paper, its public code, or "ours" with the reason. "Not tuned": no

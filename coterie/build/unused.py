@@ -17,7 +17,7 @@ from coterie.envs.tasks import tasks
 from coterie.envs.vector import APART
 from coterie.exchange.table import exchange_kind
 from coterie.models.torsos import torsos_of
-from coterie.types import Needs, Spec
+from coterie.types import MASK, Needs, Spec
 
 
 def unused(options: Iterable[str], config: Config, spec: Spec) -> Iterator[tuple[str, str]]:
@@ -50,7 +50,8 @@ def _envs(config: Config) -> Needs:
 def _networks(config: Config, spec: Spec) -> Needs:
     core, whole, sac = config.model.core, not config.model.network, config.algorithm == "sac"
     own = not whole or ":" in core  # a network or core of the user's, which may read these
-    mlp = ":" in config.model.torso or "mlp" in torsos_of(spec.obs, config.model).values()
+    seen = {name: obs for name, obs in spec.obs.items() if name != MASK}
+    mlp = ":" in config.model.torso or "mlp" in torsos_of(seen, config.model).values()
     return {
         "model.hidden": (mlp or own, "the torso mlp"),
         "model.activation": ((mlp or own) and not sac, "another algorithm than sac" if sac else "the torso mlp"),

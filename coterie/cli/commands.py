@@ -43,14 +43,15 @@ def train(options: Namespace, rest: list[str]) -> int:
         from coterie.tools.sweep import options_of, parse_grid, parse_jobs, parse_seeds, plan_runs, run_jobs
 
         points, at_once = parse_grid(options.grid), parse_jobs(options.jobs)
-        if both := words_of(rest)[3].keys() & words_of(options_of(points[0]))[3].keys():
+        gridded = words_of(options_of(points[0]))[3].keys()
+        if both := words_of(rest)[3].keys() & gridded:
             raise ConfigError(f"--grid: {min(both)} is given as an option, too")
         config = config_of([*rest, *options_of(points[0])]) if options.grid else warned(rest, config_of(rest))
         seeds = parse_seeds(options.seeds) if options.seeds is not None else [config.seed]
         if options.seeds is not None and any(word.partition("=")[0] == "--seed" for word in rest):
             raise ConfigError("--seeds: cannot be combined with --seed")
         known = {"preset": config.preset, "env.id": file_name(config.env.id)}
-        names = [name for field, name in known.items() if field not in words_of(options_of(points[0]))[3]]
+        names = [name for field, name in known.items() if field not in gridded]
         name = f"runs/{'-'.join([*names, '%m%d-%H%M%S'])}"
         config = replace(config, out=config.out or time.strftime(name))
         jobs = plan_runs(rest, config, seeds, points)

@@ -107,8 +107,8 @@ def _surprises(options: Iterable[str], config: Config) -> Iterator[str]:
         millions, kind = presets.make(config.preset, config.env.id, spec).steps // 1_000_000, family(spec)
         about = [f"is set up for {millions:,} million env steps or more"] if millions >= 10 else []
         if not presets.is_shown(config.preset, kind):
-            what = "continuous control such as MuJoCo's" if kind == "continuous control" else kind
-            about.append(f"has not been shown to learn from {what} with its defaults")
+            what = "continuous control (such as MuJoCo's)" if kind == "continuous control" else f"from {kind}"
+            about.append(f"has not been shown to learn {what} with its defaults")
         if about:
             yield f"{config.preset} {' and '.join(about)}; try ppo first"
     for name, needs in unused(options, config, spec):

@@ -145,7 +145,7 @@ class RendezvousHost:
             return False
         kind, reason = self.machine.kind, ""
         if request.kind != kind:
-            reason = f"the listening run trains {kind}, this run {request.kind}: give both the same env and model"
+            reason = f"the listening run trains {kind}, this run {request.kind}: give both the same settings"
         elif twin:
             reason = f"another machine has --seed {request.seed} and the same episodes: give this run another seed"
         if reason:

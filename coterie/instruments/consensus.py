@@ -59,10 +59,11 @@ class Changes(Observer):
 
 
 class Consensus:
-    """Distance of the learners' weights to their mean, |X - Xbar| in the Frobenius norm, as of one and the same mix.
+    """Distance of the learners' weights to their mean, |X - Xbar| in the Frobenius norm, as of their newest messages.
 
-    With `gossip.tau` 0, also the bound of Proposition 1: b <- beta (b + |U|), with U the `Changes` before the mix. None
-    is known for a run that gossips with others, whose distance includes their learners, and after a learner's restart.
+    With `gossip.tau` 0 of one and the same mix, with the bound of Proposition 1: b <- beta (b + |U|), with U the
+    `Changes` before the mix. None is known for a run that gossips with others, whose distance includes their learners,
+    and after a learner's restart.
     """
 
     def __init__(self, gossip: SharedArrays, changes: SharedArrays, sequence: Sequence[Array], config: Config) -> None:

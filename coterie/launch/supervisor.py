@@ -101,7 +101,7 @@ class Supervisor:
                 self._restart_all(self.rescue.reason)
             if self._is_starved():
                 self._end_at_last_checkpoint("all learners wait for rollouts that no process produces")
-            elif stalled := run.stalled():
+            elif not run.over and (stalled := run.stalled()):
                 self._end_hung(*stalled)
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 a3c (A3C, Accelerated Methods), a3c-gae (A3C with GAE; its FC-FC-LSTM is mlp and a core), gala (GALA), nature (DQN),
 nature-conv (without its last layer, for dueling streams), impala (IMPALA's ResNet), football (SEED RL's, with a fourth
 stage), mlp. Whatever the choice, text has the torso of models/text.py, a grid of codes has `GridTorso`, and a small
-image beside a large one an MLP.
+image beside a large one an MLP, unless the choice is a ResNet.
 """
 
 from __future__ import annotations
@@ -210,8 +210,8 @@ def layout(shape: tuple[int, ...]) -> tuple[Image, bool]:
 
 
 def torsos_of(obs: dict[str, ObsSpec], config: ModelConfig) -> dict[str, str]:
-    """The name of each observation's torso. Text and grids have their own; so have vectors, and small images beside a
-    large one, for which `model.torso` is.
+    """The name of each observation's torso. `model.torso` is for images; small ones beside a large one have it only if
+    it is a ResNet.
     """
     own = {key: _by_kind(spec) for key, spec in obs.items()}
     if config.torso == "auto":

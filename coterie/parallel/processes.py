@@ -254,8 +254,9 @@ def _enter(
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
-    for own in multiprocessing.active_children():  # of an env, which has not closed them
-        own.kill()
+    for own in multiprocessing.active_children():  # of an env that has not closed them, or of a callback
+        if own.daemon:
+            own.kill()
     os._exit(code)  # threads of simulators must not keep it
 
 

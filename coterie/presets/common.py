@@ -71,14 +71,20 @@ def envs(env: NameOrObject, count: int) -> int:
 
 def image_rewards(env: str, clip: RewardClip = "sign") -> Reward:
     """Clipped for Atari and DeepMind Lab, as in the papers; normalized for others, whose rewards have any size."""
+    if is_classic(env):  # no images: it spares the import of EnvPool
+        return Reward()
     known = all(re.search(_KNOWN_IMAGES, task) or game(task) or is_atari(task) for task in tasks(env))
     return Reward(clip) if known else Reward(normalize=True)
 
 
+def is_classic(env: str) -> bool:
+    """Whether an env of vectors is one whose rewards the presets know."""
+    return all(re.fullmatch(_CLASSIC, task) for task in tasks(env))
+
+
 def vector_rewards(env: str) -> Reward:
     """Times 0.01 for the classic envs, as in A3C with GAE; normalized for others, whose rewards have any size."""
-    classic = all(re.fullmatch(_CLASSIC, task) for task in tasks(env))
-    return Reward(scale=0.01) if classic else Reward(normalize=True)
+    return Reward(scale=0.01) if is_classic(env) else Reward(normalize=True)
 
 
 def family(spec: Spec) -> Family:

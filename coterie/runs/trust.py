@@ -75,7 +75,7 @@ def open_run(
     if "env.max_episode_steps" in new:
         config = replace(config, {"eval.max_episode_steps": 0})
     config = validate(config) if new else config
-    if "env.kwargs" not in new:
+    if "env.kwargs" not in new and saved.env.kwargs != Config().env.kwargs:
         given.pop("env.kwargs", None)
     if not trust:
         advice = "give --trust (from Python: trust=True)"

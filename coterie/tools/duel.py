@@ -24,7 +24,7 @@ from coterie.plugins import named_env
 from coterie.types import MASK
 
 RANDOM = "random"  # the member of every pool that plays at random
-REPLAYED = "COTERIE_REPLAYED"  # an environment variable: these games have been rated
+REPLAYED = "COTERIE_REPLAYED"  # an environment variable: the pool's folder, of games that have been rated
 
 
 @functools.lru_cache(maxsize=32)
@@ -71,7 +71,8 @@ class Duel(gymnasium.Env[Any, Any]):
         if self.opponent != RANDOM:
             import torch
 
-            self.policy = copy.copy(frozen(Path(self.pool["folder"]), self.opponent))
+            # In a replay not the recorded folder: the run may have moved, and a record is not trusted.
+            self.policy = copy.copy(frozen(Path(os.environ.get(REPLAYED) or self.pool["folder"]), self.opponent))
             self.policy.reset()  # its memory and its random numbers are of this game
             self.policy.player = copy.copy(self.policy.player)
             self.policy.player.rng = torch.Generator().manual_seed(int(self.np_random.integers(2**31)))

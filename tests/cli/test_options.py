@@ -208,8 +208,8 @@ def test_a_preset_that_needs_much_or_was_not_shown_to_learn_says_so(capsys):
             assert main(["train", preset, "--env", env, "--steps", "1000", *data, "--print-config"]) == 0
             millions = presets.make(preset, env).steps // 1_000_000
             much = f"is set up for {millions:,} million env steps or more" if millions >= 10 else ""
-            what = "continuous control such as MuJoCo's" if kind == "continuous control" else kind
-            unseen = f"has not been shown to learn from {what} with its defaults"
+            what = "continuous control (such as MuJoCo's)" if kind == "continuous control" else f"from {kind}"
+            unseen = f"has not been shown to learn {what} with its defaults"
             line = " and ".join(filter(None, (much, "" if presets.is_shown(preset, kind) else unseen)))
             assert capsys.readouterr().err == (f"coterie: {preset} {line}; try ppo first\n" if line else "")
 

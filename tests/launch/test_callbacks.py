@@ -16,7 +16,7 @@ from coterie.config import Config, Wire
 from coterie.envs.make import make_envs
 from coterie.errors import ConfigError, CoterieError
 from coterie.parallel.board import Board
-from coterie.runs.config_io import load_config
+from coterie.runs.config_io import load_config, replace
 from coterie.runs.metrics import read_metrics
 from tests.support.commands import run_example
 from tests.support.runs import arguments, check_rows, last_checkpoint, last_line, read_summary
@@ -261,7 +261,7 @@ class Sets(coterie.Callback):
 )
 def test_attributes_that_cannot_be_set_end_the_run(config, env, callback, reason):
     with pytest.raises(CoterieError, match=reason):
-        coterie.train(config("inline", **{"env.id": env, "steps": 64}), callbacks=[callback], quiet=True)
+        coterie.train(replace(config("inline", steps=64), {"env.id": env}), callbacks=[callback], quiet=True)
 
 
 @pytest.mark.parametrize("repeat", [1, 2])

@@ -86,6 +86,8 @@ def test_an_image_env_that_steps_all_envs_together_takes_no_random_steps_first()
         ("seed-vtrace", "coterie.envs.testing:Catch", '{"image": true, "scale": 8}', ("none", 1.0, True)),
         ("gala-a2c", "coterie.envs.testing:Catch", '{"image": true, "scale": 8}', ("none", 1.0, True)),
         ("dqn", "coterie.envs.testing:Catch", '{"image": true, "scale": 8}', ("sign", 1.0, False)),
+        ("ppo", "LunarLander-v3", "{}", ("none", 1.0, False)),
+        ("gala-ppo", "coterie.envs.testing:Catch", "{}", ("none", 1.0, True)),
         ("a3c", "LunarLander-v3", "{}", ("none", 0.01, False)),
         ("a3c", "coterie.envs.testing:Catch", "{}", ("none", 1.0, True)),
         ("seed-vtrace", "coterie.envs.testing:Catch", "{}", ("none", 1.0, True)),

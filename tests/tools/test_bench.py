@@ -75,7 +75,7 @@ def test_the_ceiling_is_that_of_cores_and_of_gpus(monkeypatch):
     for learners, on_gpu, ceiling in (
         ([[one], [one]], [], 1000),
         ([[one], [one]], ["act", "train"], 2e3 / 3),  # each cost includes the wait for the other learner
-        ([[one]], ["train"], 500),  # actors act on the cores
+        ([[one]], ["train"], 500),  # actors
         ([[{**one, "env": 2e-2}]], ["act", "train"], 200),
     ):
         assert command._sum(learners, on_gpu)["ceiling"].tolist() == [pytest.approx(ceiling)]

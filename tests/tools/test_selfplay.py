@@ -179,8 +179,8 @@ def test_an_opponent_that_has_left_the_pool_is_named(tmp_path: Path, monkeypatch
     env.pool = {"folder": str(tmp_path), "members": ["7"]}
     with pytest.raises(ConfigError, match=f"the opponent 7 has left the pool of {tmp_path.parent}$"):
         env.reset(seed=1)
-    monkeypatch.setenv(duel.REPLAYED, "1")
-    with pytest.raises(ConfigError, match=r"the opponent 7 has left the pool of .* before that game"):
+    monkeypatch.setenv(duel.REPLAYED, str(tmp_path / "moved" / "selfplay"))
+    with pytest.raises(ConfigError, match=r"the opponent 7 has left the pool of .*/moved; .* before that game"):
         env.reset(seed=1)
 
 

@@ -75,6 +75,6 @@ class Storage:
             yield from self._down.poll(now=True)
             time.sleep(0.1)
         if self._down is not None:
-            if self._down.updated < begin:
-                yield f"the run folder lacks the last files of {self.url}, which has all of them"
             self._down.stop(1.0)
+            if self._down.updated < begin:
+                yield f"the run folder may lack the last files of {self.url}"

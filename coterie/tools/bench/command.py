@@ -94,9 +94,13 @@ def _sum(learners: list[list[Round]], on_gpu: Sequence[str]) -> dict[str, Any]:
 
 
 def _ceiling(costs: Mapping[str, Any], learners: int, on_gpu: Sequence[str]) -> Any:
-    """Env steps/s if nothing waited. `on_gpu`: the parts that GPUs do, with waits for other learners in their costs."""
-    ceiling = len(available_cores()) / sum(costs[k] for k in ("env", "act", "train") if k not in on_gpu)
-    return np.minimum(ceiling, learners / sum(costs[k] for k in on_gpu)) if on_gpu else ceiling
+    """Env steps/s if nothing waited. `on_gpu`: the parts that GPUs do, with waits for other learners in their costs;
+    the cores then have the envs, and actors' acting is left out, as it was measured on a GPU.
+    """
+    cores = len(available_cores())
+    if on_gpu:
+        return np.minimum(cores / costs["env"], learners / sum(costs[k] for k in on_gpu))
+    return cores / (costs["env"] + costs["act"] + costs["train"])
 
 
 def spread(ratio: Any) -> float:
@@ -110,8 +114,8 @@ def _measure(learner: LearnerProcess, seconds: float) -> dict[str, Any]:
     board, rank = learner.context.board, learner.context.rank
     env_only, training = EnvOnly(learner), Training(learner)
     stages, rounds = Counter[str](), list[Round]()
-    on_cores = ("env", "act") if acting_kind(learner.config).own_policy else ("env",)
-    on_gpu = [k for k in ("env", "act", "train") if learner.resources.device.type == "cuda" and k not in on_cores]
+    gpu, actors = learner.resources.device.type == "cuda", acting_kind(learner.config).own_policy
+    on_gpu = (["train"] if actors else ["act", "train"]) if gpu else []
 
     def sync() -> None:
         board.meet(rank, learner.config.log.stall)

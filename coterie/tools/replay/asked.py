@@ -49,7 +49,7 @@ class ReplayRequest:
         """Raise a `ConfigError` where this contradicts itself, or what the run can do."""
         exchange_kind(config).check_replay(config, folder)
         if not 0 <= self.learner < config.learners:
-            raise ConfigError(f"--learner: {self.learner} must be less than {config.learners}, the run's learners")
+            raise ConfigError(f"--learner: {self.learner} is not one of the run's learners, 0 to {config.learners - 1}")
         for option, step in (("--to", self.until), ("--break-at or --export-step", self.at)):
             if step is not None and step < 1:
                 raise ConfigError(f"{option}: {step} must be at least 1, the first learner step")

@@ -95,7 +95,7 @@ class Replay:
 
         threads = [threading.Thread(target=work, args=each, daemon=True) for each in self.lives.items()]
         restore = set_torch(self.config.deterministic)  # as in a learner's process
-        os.environ[REPLAYED] = "1"  # for the processes of its envs
+        os.environ[REPLAYED] = str(everything[0].path.absolute().parents[1] / "selfplay")  # for its envs' processes
         try:
             for thread in threads:
                 thread.start()

@@ -162,6 +162,8 @@ def find_runs(given: Iterable[str]) -> list[RecordedRun]:
             continue  # what a sweep wrote beside its folders: the shell's `sweep-*` names it, too
         inner = [] if (folder / "config.json").exists() else sorted(p.parent for p in folder.glob("*/config.json"))
         found += [read_run(path) for path in inner or [folder]]
+    if not found:
+        raise ConfigError(f"{folder}: not a run folder")
     seen = [run.folder.resolve() for run in found]
     if twice := next((path for path in seen if seen.count(path) > 1), None):
         raise ConfigError(f"{twice}: is given twice")

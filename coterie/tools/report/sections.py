@@ -9,6 +9,7 @@ import numpy as np
 
 from coterie.envs.atari57 import human_normalized
 from coterie.envs.tasks import are_normalized, tasks
+from coterie.errors import counted
 from coterie.tools.report.charts import Chart, Line, heatmap, histogram, intervals, lines, stacked
 from coterie.tools.report.runs import Method, RecordedRun
 from coterie.tools.report.stats import band, interquartile_mean, interval, on_grid
@@ -65,8 +66,10 @@ def returns(methods: Sequence[Method], about: str = "") -> list[Chart]:
                 banded = any(curve.low is not None and np.isfinite(curve.low).any() for curve in curves)
                 text = "Mean over seeds, as far as all of them went; the band is a 95% bootstrap interval of that mean."
                 short = sum(len(method.on(env)) for method in methods) - drawn
-                missing = f" Not drawn: {short} runs, whose values are too few or not where others' are." * (short > 0)
-                found.append(lines(f"{about}{env}: return per {per}", curves, label, unit, text * banded + missing))
+                missing = f" Not drawn: {counted(short, 'run')} with too few values, or not where others' are."
+                found.append(
+                    lines(f"{about}{env}: return per {per}", curves, label, unit, text * banded + missing * (short > 0))
+                )
     return found
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from coterie.errors import counted
 from coterie.tools.report.runs import Method, RecordedRun, differences, option_text
 
 _LAST = 0.1  # the share of a run's env steps that its final return is the mean of
@@ -86,7 +87,7 @@ def checklist(methods: Sequence[Method]) -> Table:
         ["command", each(m["command"] for m in machines)],
         ["settings", "config.json of each run's folder: `coterie train FOLDER/config.json --out NEW` repeats the run"],
         ["how settings were chosen", "not known to this page: add it where you publish it"],
-        ["runs", f"{len(runs)}, of {len(methods)} methods; all runs given to this page are shown"],
+        ["runs", f"{len(runs)}, of {counted(len(methods), 'method')}; all runs given to this page are shown"],
         ["seeds", ", ".join(map(str, seeds))],
         ["measure", "undiscounted return of whole training episodes, mean of the last 100; evaluations where drawn"],
         ["central tendency and variation", "mean over seeds, interquartile mean; 95% bootstrap intervals over seeds"],

@@ -21,7 +21,7 @@ REFUSED = [
     ("--export-step 5 --out RUN", "--out: RUN is a folder"),
     ("--export-step 50", LATER),
     ("--break-at 50", LATER),
-    ("--break-at 5 --learner 1", "--learner: 1 must be less than 1, the run's learners"),
+    ("--break-at 5 --learner 1", "--learner: 1 is not one of the run's learners, 0 to 0"),
     ("--edit vtrace.rho_bar=3", "--edit: vtrace.rho_bar has no effect: a run of a2c does not use vtrace"),
 ]
 

@@ -67,13 +67,12 @@ def test_files_that_a_sweep_leaves_beside_its_runs_are_left_out(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     for name in ("a-seed0", "a-seed1"):
         record(tmp_path / name, "ppo", seed=int(name[-1]))
-    for name in (
-        *(f"{name}{end}" for name in ("a-seed2", "a-seed0-step_9-eval10") for end in (".args.json", ".json", ".txt")),
-    ):
+    for name in (f"{x}{end}" for x in ("a-seed2", "a-seed0-step_9-eval10") for end in (".args.json", ".json", ".txt")):
         (tmp_path / name).touch()  # the third run did not begin
     assert [run.folder.name for run in find_runs(sorted(map(str, Path().glob("a-*"))))] == ["a-seed0", "a-seed1"]
-    with pytest.raises(CoterieError, match="not a run folder"):
-        find_runs(["a-seed0", "a-seed1/config.json"])
+    for wrong in (["a-seed0", "a-seed1/config.json"], ["a-seed2.txt"]):
+        with pytest.raises(CoterieError, match="not a run folder"):
+            find_runs(wrong)
 
 
 def test_scores_of_atari_games_are_human_normalized(tmp_path):
