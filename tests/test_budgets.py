@@ -11,8 +11,8 @@ from tests.test_layers import MODULES, ROOT, imports
 TESTS = Path(__file__).parent
 
 # Planned: 16,000 for the library, 4,500 for the tools and 18,000 for the tests. A commit that raises one says for what.
-LIBRARY_LINES = 28_720
-TOOLS_LINES = 6_500
+LIBRARY_LINES = 28_730
+TOOLS_LINES = 6_510
 TESTS_LINES = 34_840
 TOP_LEVEL_MODULES = 9
 FILE_LINES = 300
