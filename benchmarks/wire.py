@@ -158,7 +158,8 @@ def atari() -> Any:
 
 def cost(envs: int, newest: bool, messages: int = 400) -> dict[str, Any]:
     """Core-seconds for one env step of Atari on the wire, client and server together, when nothing else is done."""
-    from coterie.wire.client import Stream, open_channel
+    from coterie.wire.channel import open_channel
+    from coterie.wire.client import Stream
     from coterie.wire.codec import Newest, timestep_layout
 
     spawn = multiprocessing.get_context("spawn")

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from coterie.config import Config
 from coterie.errors import ConfigError
-from coterie.plugins import importing, prepare_import
+from coterie.plugins import importing, label, prepare_import
 
 T = TypeVar("T")
 C = TypeVar("C", bound=Config)
@@ -78,9 +78,20 @@ def resolve_exchange(config: Config) -> str:
     return "solo" if alone else "allreduce"
 
 
+def _name_of(part: str, config: Config) -> str:
+    return getattr(config.plugins, part, "") or str(getattr(config, part))
+
+
+def title(config: Config) -> str:
+    """What a run is, in one line."""
+    first = config.preset or config.algorithm, config.env.id
+    return " x ".join(map(label, (*first, _name_of("acting", config), _name_of("exchange", config))))
+
+
 def is_own(part: str, config: Config) -> bool:
     """Whether the choice of a part is one of the user's, which may read any setting."""
-    return ":" in (name := getattr(config, part)) or (part, name) in _MODULES
+    name = _name_of(part, config)
+    return ":" in name or (part, name) in _MODULES
 
 
 def uses(section: str, config: Config) -> bool:

@@ -53,7 +53,7 @@ class Env:
     action_repeat: Positive = 1  # the env's steps per action, rewards added up (Atari: on top of atari.frame_skip)
     max_episode_steps: Natural = 0  # truncate episodes after this many of the env's own steps; 0: its own limit
     time_limit: Literal["truncate", "terminate"] = "truncate"  # terminate: do not bootstrap at a time limit
-    decorrelate: Natural = 0  # random steps that each env takes before the run: up to this many, uniformly sampled
+    decorrelate: Natural = 0  # random steps that each env takes before the run: up to this many, uniformly; not counted
     timeout: PositiveFloat = 60.0  # seconds until a worker that does not answer is replaced; well below log.stall
     on_error: Literal["fail", "replace"] = "fail"  # an exception of a gymnasium env: end the run, or replace the env
     info: Literal["episodes", "steps", "off"] = "episodes"  # metrics env/NAME: of the last step of episodes, or of all

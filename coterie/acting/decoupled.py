@@ -172,7 +172,7 @@ KIND = ActingKind(
         Refusal(
             lambda c, s: shares_evenly(c) and (c.decoupled.batch_size or c.env.num_envs) % envs_per_child(c) != 0,
             "decoupled.batch_size",
-            "must be a multiple of the envs of an actor (env.num_envs x learners / actors)",
+            "must be a multiple of the envs of an actor (env.num_envs x learners / actors), or 0 for all of a learner",
         ),
     ),
     needs=lambda config: {"decoupled.queue": (not config.decoupled.lockstep, "decoupled.lockstep False")},

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -272,6 +273,10 @@ def combine(terms: Terms, watched: dict[str, Tensor], mask: Tensor, count: int) 
 
     Few calls, which take most of a small net's time: one sum with a graph, and one reduction of all metrics without.
     """
+    for name, x in chain(((name, x) for name, (_, x) in terms.items()), watched.items()):
+        if x.shape != mask.shape:  # it might be broadcast
+            one = f"{name!r} has shape {list(x.shape)}, not {list(mask.shape)}: one number for each row of the batch"
+            raise CoterieError(f"algorithm: the loss's {one}")
     (first, x), *rest = terms.values()
     rows = x * first if isinstance(first, Tensor) or first != 1 else x
     for weight, x in rest:

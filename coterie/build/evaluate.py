@@ -61,7 +61,7 @@ class Scores:
             "mean_length": float(np.mean(self.lengths)) if self.lengths else math.nan,
             "human_normalized": human_normalized(self.env_id, self.mean) if self.returns else None,
             "unfinished": self.unfinished,
-            "info": self.info.means(""),
+            "info": self.info.means(),
             "returns": self.returns,
             **({"score": self.mean, "tasks": [s.to_json() for s in self.tasks]} if self.tasks else {}),
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -20,6 +21,9 @@ from coterie.types import Spec
 # Names of a network's tensors that mean an action, and of those whose shapes may depend on the actions.
 _CHOICES = ("policy.", "q.", "log_std")
 _HEADS = (*_CHOICES, "value.")
+# A policy was learned with its normalizers of observations. Those of a small data set (`bc`) would be moved far by the
+# first rollout, and the policy with them.
+_ROWS = 100_000
 
 
 def first_model(config: Config, spec: Spec) -> Network:
@@ -62,5 +66,7 @@ def begin_from(folder: Path, model: Network, elsewhere: bool = False, given: Col
     if frozen := [k for k in kept if elsewhere and not torch.equal(mine[k], there[k])]:
         raise ConfigError(f"init_from: {frozen[0]} is not trained; actors make it by the seed: use that of {folder}")
     model.load_state_dict({k: x if k in other or k in given else there[k] for k, x in mine.items()})
+    for normalizer in model.obs_norm.values():
+        cast(Normalizer, normalizer).count_as(_ROWS)
     fresh = [k for k in other if k in mine]
     return f"begins with the weights of {path}" + (f"; new: {', '.join(fresh)}" if fresh else "")

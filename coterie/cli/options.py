@@ -47,7 +47,7 @@ def config_of(args: list[str], own: Mapping[str, Spec] = {}) -> Config:
     """
     from coterie import presets
     from coterie.runs.config_io import from_dict, replace
-    from coterie.runs.trust import check_code, code_of
+    from coterie.runs.trust import check_code
     from coterie.runs.validate import validate
 
     name, file, trust, options = words_of(args)
@@ -55,8 +55,7 @@ def config_of(args: list[str], own: Mapping[str, Spec] = {}) -> Config:
     if name not in ("", preset):
         raise ConfigError(f"--preset: {preset!r} is not {name!r}, which is named before the options")
     if file:
-        mine = code_of(replace(Config(preset=preset), options))
-        data = _read(path)
+        mine, data = {**options, "preset": preset}, _read(path)
         given = str(data.pop("preset", ""))
         if data.keys() >= _WHOLE:
             if preset not in ("", given):
@@ -67,8 +66,6 @@ def config_of(args: list[str], own: Mapping[str, Spec] = {}) -> Config:
             values = _values(path, data)
             config = replace(Config(preset=given), values)
         asked = replace(replace(config, options), {"preset": preset or given})
-        if config.env.kwargs != Config().env.kwargs and "env.kwargs" not in options:
-            mine.pop("env.kwargs", None)
         if not trust:
             check_code(path.parent, config, asked, mine, f"{path}", "give --trust, or name it again as options")
         if data.keys() >= _WHOLE:

@@ -48,7 +48,7 @@ class Means(dict[str, tuple[float, int]]):
         self.clear()
         return taken
 
-    def means(self, prefix: str) -> dict[str, float]:
+    def means(self, prefix: str = "") -> dict[str, float]:
         return {f"{prefix}{name}": total / count for name, (total, count) in sorted(self.items())}
 
 

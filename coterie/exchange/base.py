@@ -18,7 +18,7 @@ from coterie.ops.optim import Rule, flat_norm_clip
 from coterie.parallel.board import Board
 from coterie.parallel.params import FlatParams
 from coterie.parallel.shm import SharedArrays
-from coterie.plugins import named, substitute
+from coterie.plugins import label, named, substitute
 from coterie.types import Array
 
 _MOST_IN_A_ROW = 1000  # batches that are skipped, until it is clear that nothing more is learned
@@ -199,6 +199,8 @@ class ExchangeKind:
         if not self.replay:
             why = "the order of writes to shared weights is not recorded" if self.shared_weights else "no `replay`"
             raise ConfigError(f"exchange: {config.exchange} cannot be replayed: {why}")
+        if own := config.plugins.exchange:
+            raise ConfigError(f"plugins.exchange: {label(own)} cannot be replayed, only built-in exchanges can")
         if self.address(config) or (folder / "sites").exists():  # of a run on Ray
             raise ConfigError(
                 f"exchange: {config.exchange} with other machines cannot be replayed: they are not recorded"

@@ -18,6 +18,7 @@ from typing import Any
 
 from coterie.acting.child_processes import WorkerReport
 from coterie.build.evaluate import Scores
+from coterie.choices import title
 from coterie.config import ResolvedConfig
 from coterie.envs.news import EnvNews, Means, first_time
 from coterie.errors import CoterieError, one_line
@@ -27,7 +28,6 @@ from coterie.parallel.board import EVALUATE, LAST, SAVE, Board
 from coterie.parallel.clock import awake
 from coterie.parallel.heartbeats import Heartbeats, health
 from coterie.parallel.signals import HANDLED, STOP, WARNING, is_second, on_signals
-from coterie.plugins import label
 from coterie.roles.entry import LearnerReport, Saved
 from coterie.runs import checkpoint
 from coterie.runs.display import Display
@@ -44,13 +44,12 @@ class Coordinator:
         state: dict[str, Any] | None, quiet: bool, starting: Starting | None = None,
         signals: Sequence[signal.Signals] = (),
     ) -> None:  # fmt: skip
-        self.config, self.folder, self.root, self.spec = config, folder, folder / "checkpoints", spec
-        self.board = board
+        self.config, self.folder, self.root = config, folder, folder / "checkpoints"
+        self.spec, self.board = spec, board
         reached = 0 if state is None else max((line["env_steps"] for line in read_metrics(folder)), default=0)
         self.learners, self.next_eval = config.learners, config.eval.every if state is None else state["next_eval"]
-        title = " x ".join((config.preset or config.algorithm, label(config.env.id), config.acting, config.exchange))
         before, best = None if state is None else state["env_steps"], checkpoint.best(self.root)[1]
-        self.display = Display(config.steps, title, before or 0, quiet, starting=starting, best=best)
+        self.display = Display(config.steps, title(config), before or 0, quiet, starting=starting, best=best)
         self.writer = RunWriter(folder, config, before, self.display.note)
         self.ledger = Ledger(config, spec, board, state, reached)  # its clock begins
         self.members, self.idle = set(range(self.learners)), set[int]()  # part of a checkpoint; at the end of training

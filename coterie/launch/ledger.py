@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from coterie.acting.child_processes import WorkerReport
-from coterie.acting.table import acting_kind
 from coterie.build.evaluate import Scores
 from coterie.config import ResolvedConfig
 from coterie.envs.tasks import overall, task_of, tasks
@@ -295,6 +294,6 @@ class Ledger:
             "energy": self.energy.summary((learned - self.begin_steps) * self.spec.action_repeat),
             "digest": whole if digests else "",
             **({"digests": each} if len(each) > 1 else {}),
-            **({"restarts": restarts} if len(each) > 1 or acting_kind(self.config).has_children else {}),
+            "restarts": restarts,
             **self.last_eval,
         }

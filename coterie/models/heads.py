@@ -130,6 +130,13 @@ class Normalizer(nn.Module):
         self.count.copy_(total)
         self.changed()
 
+    @torch.no_grad()
+    def count_as(self, rows: float) -> None:
+        """Count all rows seen, if there are any, as at least this many, so that others move the mean slowly."""
+        if 0 < self.count < rows:
+            self.m2 *= rows / self.count
+            self.count.fill_(rows)
+
     def _without_outliers(self, x: Tensor) -> Tensor:
         center = self.mean if self.count else x.sort(0).values[(len(x) - 1) // 2]
         most = max(_NEAR, (_RAISE * (float(self.count) + len(x))) ** 0.5)

@@ -38,7 +38,7 @@ _RESNETS = {"impala": (16, 32, 32), "football": (16, 32, 32, 32)}
 FOR_IMAGES = (*_CONVS, *_RESNETS)
 NAMES = (*FOR_IMAGES, "mlp", "auto")
 Image = tuple[int, int, int]  # channels, height, width
-_SMALLEST_CONV_IMAGE = 36  # pixels; the 8-4-3 stacks need as many
+SMALLEST_CONV_IMAGE = 36  # pixels; the 8-4-3 stacks need as many
 _SIDE = 4  # the stride of the first convolution of all but the ResNets
 
 
@@ -224,7 +224,7 @@ def torsos_of(obs: dict[str, ObsSpec], config: ModelConfig) -> dict[str, str]:
 def _by_kind(spec: ObsSpec) -> str:
     if spec.text or spec.codes:
         return "text" if spec.text else "grid"
-    return "nature" if spec.is_image and min(layout(spec.shape)[0][1:]) >= _SMALLEST_CONV_IMAGE else "mlp"
+    return "nature" if spec.is_image and min(layout(spec.shape)[0][1:]) >= SMALLEST_CONV_IMAGE else "mlp"
 
 
 def _one(spec: ObsSpec, config: ModelConfig, name: str) -> nn.Module:
@@ -237,8 +237,8 @@ def _one(spec: ObsSpec, config: ModelConfig, name: str) -> nn.Module:
     image, hwc = layout(spec.shape)
     if name in _RESNETS:
         return _resnet(name, image, hwc, scale_of(spec))
-    if min(image[1:]) < _SMALLEST_CONV_IMAGE:
-        raise ConfigError(f"model.torso: {name} needs images of {_SMALLEST_CONV_IMAGE} pixels; use mlp, impala or auto")
+    if min(image[1:]) < SMALLEST_CONV_IMAGE:
+        raise ConfigError(f"model.torso: {name} needs images of {SMALLEST_CONV_IMAGE} pixels; use mlp, impala or auto")
     return _conv_torso(name, image, hwc, scale_of(spec))
 
 

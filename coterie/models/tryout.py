@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +34,11 @@ def try_out(model: Network, single_steps: bool = False) -> None:
     state = model.initial_state(3)
     if state is not None and (state.dtype != torch.float32 or len(state.shape) < 2 or len(state) != 3):
         raise ConfigError(f"model: initial_state(3) is {state.dtype} {list(state.shape)}, not float32 [3, N, ...]")
+    if state is not None and state.any():
+        raise ConfigError("model: initial_state must be zeros, which stand for it where an episode begins")
     before = {name: x.clone() for name, x in model.named_buffers()}
-    params, values, state = one = run()
+    with nullcontext() if model.core is None else cast(nn.Module, model.core).register_forward_hook(_check_width):
+        params, values, state = one = run()
     if not _same(one, run(), 1e-6) or any(isinstance(part, _DROPOUT) and part.p for part in model.modules()):
         raise ConfigError("model: two passes over the same rows differ; dropout, for example, is not supported")
     for name, x in model.named_buffers():
@@ -52,6 +56,13 @@ def try_out(model: Network, single_steps: bool = False) -> None:
             raise ConfigError("model: two steps at once must give what they do one by one, with the core state between")
         if not _same(first[:2], run(end=1, state=state)):
             raise ConfigError("model: where is_first is True, the core state of the episode before must have no effect")
+
+
+def _check_width(core: nn.Module, inputs: object, outputs: Any) -> None:
+    """A core's features must be as wide as its `size` says."""
+    shape = getattr(outputs[0] if isinstance(outputs, tuple) else outputs, "shape", ())
+    if not shape or shape[-1] != core.size:
+        raise ConfigError(f"model.core: its size is {core.size}, but its output has shape {list(shape)}")
 
 
 def _same(one: Iterable[Any], other: Iterable[Any], within: float = 1e-4) -> bool:

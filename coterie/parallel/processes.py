@@ -63,7 +63,7 @@ def start_server() -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["coterie.roles.preload"])
     # A server that is only starting must not die of a signal to its group: roles/preload.py unblocks them.
-    _short_socket_path()
+    _socket_folder()
     with blocked_signals(), _no_main():
         resource_tracker.ensure_running()  # which unblocks some of them here
         signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
@@ -202,12 +202,16 @@ def location() -> str:
         return socket.gethostname()
 
 
-def _short_socket_path() -> None:
-    """The fork server's socket is in the temporary folder, and a socket's path has 107 bytes at most."""
-    if len(os.fsencode(tempfile.gettempdir())) > 70:
-        before, tempfile.tempdir = tempfile.tempdir, "/tmp"
+def _socket_folder() -> None:
+    """The fork server's socket is in a folder that multiprocessing makes once for each process, and removes at its end.
+    In a scratch folder it also goes if the process is killed. A socket's path has 107 bytes at most.
+    """
+    if multiprocessing.current_process()._config.get("tempdir") is None:  # type: ignore[attr-defined]
+        folder = scratch_folder("/tmp" if len(os.fsencode(tempfile.gettempdir())) > 40 else None)
+        util.Finalize(None, shutil.rmtree, (folder, True), exitpriority=-200)  # after its own
+        before, tempfile.tempdir = tempfile.tempdir, str(folder)
         try:
-            util.get_temp_dir()  # chosen once for each process, and removed at its end
+            util.get_temp_dir()
         finally:
             tempfile.tempdir = before
 

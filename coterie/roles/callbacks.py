@@ -34,7 +34,7 @@ class Callback:
         """Called after learner 0 has trained on a rollout."""
 
     def on_evaluation(self, run: Run, scores: Scores) -> None:
-        """Called after an evaluation (`eval.every`): `scores.mean`, `scores.stderr`, `scores.returns`."""
+        """Called after an evaluation (`eval.every`): `scores.mean`, `stderr`, `returns`, `lengths`, `info.means()`."""
 
     def on_checkpoint(self, run: Run, folder: Path) -> None:
         """Called once the newest checkpoint, `folder`, is complete."""
@@ -187,6 +187,7 @@ class Callbacks:
             try:
                 answer = getattr(callback, hook)(self.run, *args)
                 if hook == "should_stop" and answer:  # here: an array has no truth value
+                    self._board.stop()  # at once: learners in lockstep would go on until the message has arrived
                     self._post("stop", (answer if isinstance(answer, str) else name, None))
             except (Exception, SystemExit) as error:
                 self._made = [one for one in self._made if one is not callback]

@@ -89,7 +89,9 @@ def learner_process(post: Post, config: ResolvedConfig, folder: Path, context: P
         opened.callback(learner.close)
         if start.saved is not None:
             alike = exchange_kind(config).in_lockstep  # a disk that does not answer: this process hangs, others go on
-            learner.resume(checkpoint.load_part(start.saved, context.rank, alike, math.inf))
+            learner.resume(part := checkpoint.load_part(start.saved, context.rank, alike, math.inf))
+            if part.rank != context.rank and not (alike or exchange_kind(config).shared_weights):
+                post("said", f"learner {context.rank} goes on from the part of learner {part.rank}: it has none itself")
         learner.start(start.counts, start.total)
         callbacks = () if context.rank else config.callbacks
         LearnerService(learner, folder, post, _REPORT_S, start.done, callbacks).run()

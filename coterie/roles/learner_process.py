@@ -49,7 +49,7 @@ from coterie.parallel.params import FlatParams
 from coterie.parallel.stages import Stages
 from coterie.parallel.threads import Team, set_torch
 from coterie.remote.admission import Servers
-from coterie.roles.life import FlightNotes, LifeRecorder
+from coterie.roles.life import FlightNotes, LifeRecorder, not_restored
 from coterie.runs.checkpoint import CheckpointPart
 from coterie.types import Rollout
 
@@ -84,9 +84,8 @@ class LearnerProcess:
         self.params = FlatParams(self.model)
         self.algorithm = make_algorithm(config, self.spec, resources, context.rank)
         made.callback(self.algorithm.close)
-        self.progress, self.stages = Progress(), Stages()
-        self._counts_lock, self._outliers_said = threading.Lock(), False
-        self.before: dict[str, int] = {}  # this learner's counts when it was started
+        self.progress, self.stages, self.before = Progress(), Stages(), dict[str, int]()  # counts at its start
+        self._counts_lock, self._outliers_said, self._lost = threading.Lock(), False, list[str]()
         self.flight = flight = made.enter_context(closing(LifeRecorder(config, context, life_number)))
         self.moments = moments = normalizers(config, self.model)
         self.exchange = exchange_kind(config).connect(
@@ -229,7 +228,7 @@ class LearnerProcess:
         if (count := self._outliers) and not self._outliers_said:
             self._outliers_said = True
             outliers = [f"{counted(count, 'observation')} far from the mean: clamped or left out by the normalizer"]
-        warnings = [line] if (line := self.algorithm.warning()) else []
+        warnings, self._lost = self._lost + list(filter(None, [self.algorithm.warning()])), []
         return EnvNews(failures + clients + outliers + warnings, info, warnings if self.context.rank == 0 else ())
 
     @property
@@ -286,6 +285,7 @@ class LearnerProcess:
     def resume(self, part: CheckpointPart) -> None:
         """Go on from a part of a checkpoint."""
         self.load(part.tensors)
+        self._lost = not_restored(self.config, self.context, part.tensors, self.algorithm, self.exchange)
         self.flight.resume(part, self.rngs)
 
     def load(self, tensors: dict[str, dict[str, Tensor]]) -> None:

@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 
+from coterie.algorithms.base import AnyAlgorithm
 from coterie.build.factory import ProcessContext
 from coterie.build.resources import Resources
+from coterie.choices import is_own
 from coterie.config import ResolvedConfig
+from coterie.exchange.base import Exchange
 from coterie.flight.life import Note, unrecorded
 from coterie.flight.record import FlightRecorder, path_of
 from coterie.flight.sums import rollout_sums, weight_sums
@@ -116,3 +119,18 @@ class FlightNotes(Observer):
 def digest_of_state(tensors: Tensors) -> str:
     """Digest of the state that a learner begins with, without its random numbers."""
     return digest({group: x for group, x in tensors.items() if group != "rng"})
+
+
+def not_restored(
+    config: ResolvedConfig, context: ProcessContext, tensors: Tensors, algorithm: AnyAlgorithm, exchange: Exchange
+) -> list[str]:
+    """Lines about what the user's own parts have not taken from the state that they were given."""
+    parts: dict[str, Any] = {"algorithm": algorithm}
+    if context.memory is None:  # else learners share it, and it may have changed since
+        parts["exchange"] = exchange
+    lines = []
+    for part in (one for one in parts if is_own(one, config)):
+        now = parts[part].state_dict()
+        lost = [name for name, x in tensors[part].items() if name not in now or not torch.equal(now[name].cpu(), x)]
+        lines += [f"{part}: load_state_dict has not restored {name!r}: it has its first value" for name in lost]
+    return lines

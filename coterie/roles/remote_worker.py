@@ -61,7 +61,7 @@ def _join(base: ResolvedConfig, endpoint: Endpoint, method: str, worker: WorkerO
         welcome = first.settings(method, worker.leave)
     settings, run = read_settings(welcome.settings)
     if base.env.id != run.env.id:
-        raise CoterieError(f"the run's envs are {run.env.id}, not {base.env.id}")
+        raise ConfigError(f"env.id: the run's envs are {run.env.id}, not {base.env.id}")
     endpoint = replace(endpoint, address=offset(endpoint.address, welcome.number % max(1, welcome.learners)))
     hello = {**first.hello, "env_id": run.env.id, "envs": run.env.num_envs}
     return Session(Connection(endpoint, hello, worker.report), run, settings)

@@ -59,6 +59,9 @@ def write(draft: Path, tensors: Tensors) -> None:
         for name, group in tensors.items():
             file = draft / f"{name}.safetensors"
             file.parent.mkdir(exist_ok=True)
+            for k, x in group.items():
+                if not isinstance(x, Tensor):  # of the user's own part
+                    raise TypeError(f"{name}: state_dict()[{k!r}] must be a tensor, not {type(x).__name__}")
             # safetensors refuses views that share one storage, as parameters do; a replay's arrays are not copied.
             storage = {k: x.untyped_storage().data_ptr() for k, x in group.items()}
             users = Counter(storage.values())

@@ -105,6 +105,8 @@ def _coerce(name: str, kind: Any, value: Any) -> Any:
                 return _coerce(name, one, value)
     if get_origin(kind) is Literal and isinstance(value, str) and value in get_args(kind):
         return value
+    if kind == tuple[str, ...] and isinstance(value, str):
+        value = [value]
     if get_origin(kind) is tuple and isinstance(value, list | tuple):
         return tuple(_coerce(name, get_args(kind)[0], v) for v in value)
     if kind is int and real and math.isfinite(value) and value == int(value):
@@ -119,7 +121,8 @@ def _coerce(name: str, kind: Any, value: Any) -> Any:
         return name_of(name, value)
     if kind is str and isinstance(value, Path):
         return str(value)
-    raise ConfigError(f"{name}: {shown(value)} is not {_expected(kind)}")
+    hint = "; give objects to coterie.train(config, callbacks=...)" * (name == "callbacks")
+    raise ConfigError(f"{name}: {shown(value)} is not {_expected(kind)}{hint}")
 
 
 def to_dict(config: Config) -> dict[str, Any]:

@@ -51,12 +51,18 @@ def refuse_code(code: Mapping[str, str], what: str, advice: str) -> None:
         raise ConfigError(f"{what} names code: {listed}; if you trust it, {advice}")
 
 
-def check_code(folder: Path, saved: Config, config: Config, given: Collection[str], what: str, advice: str) -> None:
-    """Refuse the code of `config` that is not in the fields `given`, unless `saved`, the config that is read from
+def check_code(
+    folder: Path, saved: Config, config: Config, new: Mapping[str, NameOrObject], what: str, advice: str
+) -> None:
+    """Refuse the code of `config` that the settings `new` do not name, unless `saved`, the config that is read from
     `folder`, names what this user's signature there is of.
     """
-    if not _is_signed(folder, code_of(saved)):
-        refuse_code({field: name for field, name in code_of(config).items() if field not in given}, what, advice)
+    if _is_signed(folder, code_of(saved)):
+        return
+    given = code_of(replace(Config(), dict(new)))
+    if "env.kwargs" not in new and saved.env.kwargs != Config().env.kwargs:
+        given.pop("env.kwargs", None)  # an env of `new` would import what the folder names
+    refuse_code({field: name for field, name in code_of(config).items() if field not in given}, what, advice)
 
 
 def open_run(
@@ -71,15 +77,13 @@ def open_run(
     file = folder / "config.json"
     if (saved := read(folder, lambda: load_config(file) if file.is_file() else None)) is None:
         raise ConfigError(f"RUN: {folder} is not a run folder (it has no config.json)")
-    config, given = replace(saved, dict(new)), code_of(replace(Config(), dict(new)))
+    config = replace(saved, dict(new))
     if "env.max_episode_steps" in new:
         config = replace(config, {"eval.max_episode_steps": 0})
     config = validate(config) if new else config
-    if "env.kwargs" not in new and saved.env.kwargs != Config().env.kwargs:
-        given.pop("env.kwargs", None)
     if not trust:
         advice = "give --trust (from Python: trust=True)"
-        check_code(folder, saved, config, given, f"{folder} is not signed with your key, and", advice)
+        check_code(folder, saved, config, new, f"{folder} is not signed with your key, and", advice)
     return config
 
 

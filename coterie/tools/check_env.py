@@ -20,16 +20,17 @@ import numpy as np
 from gymnasium.spaces import Box
 from gymnasium.utils import env_checker
 
-from coterie.config import Atari, Env
+from coterie.config import Atari, Env, Model
 from coterie.envs.backend import Backend, StepResults
 from coterie.envs.gym import Instance
 from coterie.envs.local import LocalBackend
 from coterie.envs.make import env_adapters, make_spec
 from coterie.envs.pool import PoolBackend, has_env
-from coterie.envs.spaces import leaf_of, leaf_spaces, random_actions
+from coterie.envs.spaces import ObsField, leaf_of, leaf_spaces, random_actions
 from coterie.envs.tasks import tasks
 from coterie.envs.vector import APART, make_together
 from coterie.errors import ConfigError, CoterieError, counted, one_line
+from coterie.models.torsos import SMALLEST_CONV_IMAGE, torsos_of
 from coterie.parallel.guard import StallGuard
 from coterie.plugins import NameOrObject, raised
 from coterie.presets.common import flat
@@ -83,7 +84,7 @@ def _check(env: Env, steps: int, render: bool, alive: Callable[[], None] = lambd
     together, pool = env.backend not in APART, has_env(env.id) and env.backend in ("auto", "pool")
     if together and render:
         raise ConfigError("--render: only envs that run apart are drawn, with env.backend auto")
-    facts = [f"{observation(f.name)}: {f.spec.dtype} {f.spec.shape}, {f.form}" for f in edges.fields]
+    facts = [f"{observation(f.name)}: {f.spec.dtype} {f.spec.shape}, {f.form}{_network(f)}" for f in edges.fields]
     numbers = f" and {counted(len(spec.action.low), 'number')}" if spec.action.kind == "mixed" else ""
     facts.append(f"action: {spec.action.kind}, {spec.action.sizes or spec.action.shape}{numbers}")
     if spec.agents > 1:
@@ -169,6 +170,17 @@ def _play(backend: Backend, alive: Callable[[], None]) -> Iterator[StepResults]:
             raise ConfigError(f"{MASK}: nothing is legal after {k} random actions, and no episode ended")
         yield answer
         backend.step(ids, backend.action_map.to_env(random_actions(spec.action, rng, len(ids), answer.obs)))
+
+
+def _network(f: ObsField) -> str:
+    """What an observation is for the network, if that is not said by its form."""
+    kind = torsos_of({f.name: f.spec}, Model())[f.name]
+    if f.name == MASK or kind not in ("nature", "mlp"):
+        return ""
+    if kind == "nature":
+        return "; an image, for convolutions"
+    large = sum(n >= SMALLEST_CONV_IMAGE for n in f.spec.shape) > 1
+    return "; numbers, for an MLP" + " (an image is uint8 [height, width, channels])" * large
 
 
 def _random_steps(

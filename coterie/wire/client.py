@@ -20,13 +20,12 @@ from google.protobuf.message import DecodeError
 from coterie.errors import ConfigError, CoterieError
 from coterie.parallel.clock import awake, back_off
 from coterie.types import Array
-from coterie.wire.auth import is_local, read_pem
+from coterie.wire.channel import MOST_BYTES, open_channel
 from coterie.wire.codec import PROTOCOL, Frame, FrameLayout, Refused, layout_from, pack_info
 from coterie.wire.server import SERVICE
 from coterie.wire.tokens import NONCE_BYTES, SCOPES, known_token, proof, scoped
 
 T = TypeVar("T")
-_MOST_BYTES = 1 << 30  # of a frame that the server may declare
 _NAP_S = 0.2  # between two looks at whether to leave, while the server is away
 _TRANSIENT = (  # ends of a stream after which another attempt may succeed
     grpc.StatusCode.UNAVAILABLE,
@@ -35,6 +34,8 @@ _TRANSIENT = (  # ends of a stream after which another attempt may succeed
     grpc.StatusCode.UNKNOWN,
     grpc.StatusCode.INTERNAL,
 )
+_OF_SETTINGS = grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED  # refusals of another token or kind
+_OTHER_CERTIFICATE = "CERTIFICATE_VERIFY_FAILED", "Hostname Verification Check failed"  # in what gRPC says
 
 
 class RunEnded(Exception):
@@ -53,27 +54,6 @@ class Endpoint:
     token: str = ""
     cert: str = ""  # path of the server's certificate (PEM)
     patience: float = 600.0  # seconds that the server may be away
-
-
-def open_channel(address: str, cert: str = "") -> grpc.Channel:
-    """A connection to unix:PATH or HOST:PORT; `cert`: path of the certificate (PEM) that the server must have."""
-    if not cert and not is_local(address):
-        raise ConfigError(f"wire.cert: {address} is on another machine, so it needs TLS: give its certificate")
-    options = [
-        ("grpc.max_receive_message_length", _MOST_BYTES),
-        ("grpc.max_send_message_length", -1),
-        ("grpc.keepalive_time_ms", 10_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
-        ("grpc.http2.ping_timeout_ms", 10_000),  # gRPC takes the larger of the two, by default a minute
-        ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 10_000),  # despite its name: time-out of one attempt to connect, with TLS
-        ("grpc.max_reconnect_backoff_ms", 1_000),
-        ("grpc.use_local_subchannel_pool", 1),  # share no connection with other clients in this process
-    ]
-    if cert:
-        return grpc.secure_channel(address, grpc.ssl_channel_credentials(read_pem(cert, "wire.cert")), options)
-    return grpc.insecure_channel(address, options)
 
 
 class Stream:
@@ -99,7 +79,7 @@ class Stream:
             if frame.WhichOneof("kind") != "welcome":
                 raise CoterieError("the server's first frame is not a welcome")
             self.welcome = frame.welcome
-            self.reads = layout_from(frame.welcome.sends, _MOST_BYTES)
+            self.reads = layout_from(frame.welcome.sends, MOST_BYTES)
         except Refused as error:
             self.close()
             raise CoterieError(f"the server's frames: {error}") from None
@@ -117,7 +97,7 @@ class Stream:
             self._out.put(None)
             with suppress(ConnectionLost):
                 self._next()  # a run's server refuses, and logs it
-        raise CoterieError("the server does not know the token")
+        raise ConfigError("wire.token_file: the server does not know the token")
 
     def send(self, arrays: Mapping[str, Array], info: Mapping[str, tuple[float, int]] = {}) -> None:
         """Send a question without waiting for its answer, and what envs say in their info."""
@@ -171,11 +151,14 @@ class Stream:
         status, details = error.code(), error.details()
         if self._closed.is_set():
             return ConnectionLost(f"no frame for {self.silence:g} s" if self._silent else "the stream was closed here")
+        if any(text in details for text in _OTHER_CERTIFICATE):
+            return ConfigError("wire.cert: the server has another certificate, or it is not for this host name")
         if status in _TRANSIENT:
             return ConnectionLost(f"{status.name.lower()}: {details}")
         if status == grpc.StatusCode.UNIMPLEMENTED:
-            details += "; `coterie actor` is for decoupled runs (impala), `coterie envs` for central ones (seed-vtrace)"
-        return CoterieError(f"the server refused: {details} ({status.name.lower()})")
+            details = "`coterie actor` is for decoupled runs (impala), `coterie envs` for central ones (seed-vtrace)"
+        kind = ConfigError if status in _OF_SETTINGS else CoterieError
+        return kind(f"the server refused: {details} ({status.name.lower()})")
 
     def _watch(self) -> None:
         """End a wait from outside: gRPC's has no time-out between two frames."""
@@ -259,6 +242,7 @@ class Connection:
         longer than its patience.
         """
         address, patience = self.endpoint.address, self.patience
+        hint = "" if self.endpoint.cert or address.startswith("unix:") else " (with TLS it needs --wire.cert)"
         limit, waits = f" for {patience:.0f} s" if patience < math.inf else "", back_off()
         away_since: float | None = None
         while True:
@@ -269,7 +253,7 @@ class Connection:
                 now = time.monotonic()
                 if away_since is None:
                     away_since = now
-                    self.report(f"no learner at {address} ({error}): retrying{limit}")
+                    self.report(f"no learner at {address}{hint}: {error}; retrying{limit}")
                 if (waited := now - away_since) > patience:
                     raise CoterieError(f"no learner at {address} for {waited:.0f} s: {error}") from None
                 left = next(waits)

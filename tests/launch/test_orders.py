@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import re
 import signal
+from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -13,7 +15,11 @@ from coterie.envs.news import EnvNews, Means
 from coterie.launch import retries
 from coterie.launch.coordinator import Coordinator
 from coterie.launch.retries import RestartDelays
-from tests.launch.test_coordinator import now, run  # noqa: F401
+from coterie.parallel.board import Board
+from coterie.roles.callbacks import Callback, Callbacks, Run
+from coterie.runs import checkpoint
+from tests.conftest import VECTOR
+from tests.launch.test_coordinator import now, run, save  # noqa: F401
 
 
 def test_signals_of_one_cause_are_one(run: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
@@ -64,3 +70,27 @@ def test_a_warning_of_an_algorithm_is_shown_and_other_news_are_logged_only(run: 
         "a client has left",
         "too narrow",
     ]
+
+
+def test_restarts_are_counted_over_resumes(run: Coordinator, tmp_path: Path) -> None:  # noqa: F811
+    run.ledger.restarts = 2
+    run.order_checkpoint()
+    save(run, 100)
+    state = checkpoint.load_state(run.sealed or tmp_path)
+    later = Coordinator(run.config, tmp_path, VECTOR, Board(2), state=state, quiet=True)
+    later.ledger.restarts = 1
+    assert later.summary("finished", "")["restarts"] == 3
+    later.writer.close()
+
+
+def test_learners_in_lockstep_know_of_a_callbacks_stop_at_once() -> None:
+    class Stop(Callback):
+        def should_stop(self, run: Run) -> bool:  # noqa: F811
+            return True
+
+    board, posted = Board(2), list[str]()
+    callbacks = Callbacks(cast(Run, SimpleNamespace(_board=board)), [Stop], lambda kind, what: posted.append(kind))
+    callbacks._made = [Stop()]
+    callbacks.call("should_stop")
+    assert board.stopping
+    assert posted == ["stop"]

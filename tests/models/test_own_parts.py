@@ -71,6 +71,7 @@ def make_core(size: int, config: Model) -> torch.nn.Module:
         (torch.zeros(3), r"initial_state\(3\) is torch.float32 \[3\], not float32 \[3, N"),
         (torch.zeros(3, 1, dtype=torch.float64), r"initial_state\(3\) is torch.float64"),
         (torch.zeros(1, 3, 4), r"is torch.float32 \[1, 3, 4\], not float32 \[3, N"),
+        (torch.ones(3, 1), "initial_state must be zeros"),
         ((torch.zeros(3, 1), torch.zeros(3, 1)), "initial_state must return one tensor, not tuple"),
     ],
 )
@@ -78,6 +79,13 @@ def test_the_state_of_a_custom_core_is_checked(monkeypatch, state, says):
     model = Network(VECTOR, Model(core="tests.models.test_own_parts:make_core"))
     monkeypatch.setattr(model.core, "initial_state", lambda batch: state)
     with pytest.raises(ConfigError, match=says):
+        try_out(model)
+
+
+def test_a_custom_core_is_as_wide_as_it_says():
+    model = Network(VECTOR, Model(core="tests.models.test_own_parts:make_core"))
+    model.core.size = 9
+    with pytest.raises(ConfigError, match=r"^model\.core: its size is 9, but its output has shape \[2, 3, 6\]$"):
         try_out(model)
 
 

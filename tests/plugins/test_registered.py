@@ -30,6 +30,33 @@ from tests.support.options import parse_cli
 from tests.test_conformance import check_cartpole, check_counting_env
 from tests.tools.plan.harness import COSTS, services
 
+COUNTS = """
+import torch
+from coterie.algorithms.a2c import A2C
+from coterie.algorithms.base import combine
+
+class Number(A2C):
+    n = 0
+
+    def batches(self, model, rollout):
+        self.n += 1
+        yield from super().batches(model, rollout)
+
+    def state_dict(self):
+        return {**super().state_dict(), "n": self.n}
+
+class Forgets(Number):
+    def state_dict(self):
+        return {**super().state_dict(), "n": torch.tensor(self.n)}
+
+    def load_state_dict(self, state):
+        super().load_state_dict({k: x for k, x in state.items() if k != "n"})
+
+class Mean(A2C):
+    def loss(self, model, batch):
+        params, value, _ = model(batch.inputs, batch.core_state)
+        return combine({"policy_loss": (1.0, value.mean())}, {}, batch.mask, batch.count)
+"""
 PARTS = Path(__file__).parent / "parts"
 MODULES = [f"tests.plugins.parts.{name}" for name in ("memory_acting", "elastic")]
 
@@ -71,6 +98,13 @@ def test_plan_simulates_a_registered_part_that_gives_its_simulation(tmp_path, mo
         (f"memory {exchange}" for exchange in EXCHANGES), reason
     )
     assert main([*args[:-2], "--target", "9"]) == 0
+
+
+@pytest.mark.usefixtures("_registered")
+def test_modules_that_register_parts_are_kept_for_other_processes():
+    config = changed(Config(), {"acting": "memory", "exchange": "elastic", "plugins.modules": ("mine",)})
+    assert sorted(choices.with_modules(config).plugins.modules) == ["mine", *sorted(MODULES)]
+    assert choices.with_modules(Config()).plugins.modules == ()
 
 
 def test_registered_parts_train_and_resume_in_processes_of_their_own(tmp_path):
@@ -144,6 +178,21 @@ def test_a_part_that_cannot_be_used_is_one_line_and_leaves_nothing(tmp_path, mon
     assert says in err
     assert err.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_state_that_is_not_restored_or_no_tensor_is_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "counts.py").write_text(COUNTS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sizes = ["--env.num-envs", "2", "--algo.unroll-length", "8", "--log.tensorboard", "False"]
+    run = ["train", "a2c", "--env", "CartPole-v1", "--learners", "1", *sizes]
+    assert main([*run, "--algorithm", "counts:Forgets", "--steps", "32", "--out", "run"]) == 0
+    assert main(["resume", "run", "--steps", "64"]) == 0
+    assert "algorithm: load_state_dict has not restored 'n': it has its first" in (tmp_path / "run/log.txt").read_text()
+    assert main([*run, "--algorithm", "counts:Number", "--steps", "32", "--out", "other"]) == 1
+    assert "algorithm: state_dict()['n'] must be a tensor, not int" in capsys.readouterr().err
+    assert main([*run, "--algorithm", "counts:Mean", "--steps", "32", "--out", "third"]) == 1
+    assert "algorithm: the loss's 'policy_loss' has shape [], not [16]: one number" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("wrong", "error"), [("1 / 0", "ZeroDivisionError"), ("dict.x", "AttributeError")])

@@ -13,7 +13,8 @@ import grpc
 import numpy as np
 
 from coterie.types import Array
-from coterie.wire.client import Stream, open_channel
+from coterie.wire.channel import open_channel
+from coterie.wire.client import Stream
 from coterie.wire.codec import PROTOCOL, Frame, FrameLayout, Refused, TensorSpec, layout_from
 from coterie.wire.server import SERVICE
 from coterie.wire.service import Answer, ServiceStream

@@ -16,8 +16,10 @@ from gymnasium import spaces
 import coterie
 from coterie.cli.main import main
 from coterie.config import Env
+from coterie.envs.spaces import ObsField
 from coterie.envs.testing import Catch, CountingEnv
 from coterie.tools import check_env
+from coterie.types import ObsSpec
 from tests.support.masked import Masked
 
 
@@ -119,7 +121,12 @@ def test_the_command_says_what_it_saw_and_has_three_exit_codes(capsys):
     assert "\nfix: it raises KeyError: 'missing' (" in capsys.readouterr().out
     assert main(["check-env", "Catch-v0", "--steps", "40"]) == 0  # EnvPool's
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "observation: float32 (10, 5), as it is"
+    assert lines[0] == "observation: float32 (10, 5), as it is; numbers, for an MLP"
+    for shape, dtype, use in (
+        ((40, 48, 3), "uint8", "an image, for convolutions"),
+        ((40, 48), "uint8", "numbers, for an MLP (an image is uint8 [height, width, channels])"),
+    ):
+        assert check_env._network(ObsField("", (), ObsSpec(shape, dtype), None)) == f"; {use}"
     assert lines[2].startswith("episodes: 4 of 9 to 9 steps, 4 terminated; is that a time limit?")
     assert lines[-1] == "nothing to fix"
     assert main(["check-env", "Catch-v0", "--steps", "40", "--render"]) == 1

@@ -15,8 +15,11 @@ import pytest
 
 from coterie.errors import ConfigError, CoterieError
 from coterie.parallel.clock import back_off
-from coterie.wire.client import Connection, ConnectionLost, Endpoint, ReconnectingStream, RunEnded, Stream, open_channel
+from coterie.wire.channel import open_channel
+from coterie.wire.client import Connection, ConnectionLost, Endpoint, ReconnectingStream, RunEnded, Stream
 from coterie.wire.codec import Frame, FrameLayout, Refused, TensorSpec
+from coterie.wire.keys import make_keys
+from coterie.wire.server import server_credentials
 from coterie.wire.service import Limits
 from tests.support.net import free_port
 from tests.support.proxy import Proxy
@@ -221,6 +224,18 @@ def test_another_machine_needs_a_certificate(address: str, tmp_path: Path):
     (tmp_path / "cert.pem").write_text("?")
     with pytest.raises(ConfigError, match=rf"^wire\.cert: {tmp_path}/cert.pem holds no certificate$"):
         open_channel(address, str(tmp_path / "cert.pem"))
+
+
+def test_a_client_with_another_certificate_is_not_an_absent_learner(serve: Serve, tmp_path: Path):
+    _, cert, key, *_ = map(str, make_keys(str(tmp_path / "keys"), ["localhost"]))
+    served = serve(f"127.0.0.2:{free_port()}", token=TOKEN, credentials=server_credentials(cert, key))
+    lines = list[str]()
+    for given, kind, why in (cert, ConfigError, "not for this host name"), ("", CoterieError, "no learner"):
+        one = Connection(Endpoint(served.address, TOKEN, given, patience=0.5), {}, lines.append)
+        with closing(one), pytest.raises(kind, match=why):
+            one.settings("Infer")
+    (line,) = lines
+    assert "(with TLS it needs --wire.cert)" in line
 
 
 def test_a_server_that_ends_open_streams_logs_nothing(serve: Serve):

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from itertools import product
 from tempfile import TemporaryFile
@@ -19,7 +20,7 @@ from coterie.errors import ConfigError, CoterieError, counted
 from coterie.exchange.table import EXCHANGES
 from coterie.parallel.hardware import available_cores
 from coterie.runs.files import writing
-from coterie.tools.plan.layout import Hardware, layout
+from coterie.tools.plan.layout import Hardware, RunLayout, layout
 from coterie.tools.plan.measure import measure, provenance
 from coterie.tools.plan.search import cheapest
 from coterie.tools.plan.services import Services, load, save
@@ -60,11 +61,12 @@ def plan(config: Config, asked: argparse.Namespace) -> int:
     spec = make_spec(config.env, config.atari)
     answer = _predict if asked.target is None else _search
     found, text = answer(config, spec, services, hardware, asked.target)
+    missed = asked.target is not None and found["cheapest"] is None
     if asked.json:
         print(json.dumps({"env": config.env.id, "services": asdict(services), **found}))
     else:
         print(f"{_about(config, services, hardware)}\n{text}")
-    return 0
+    return int(missed)
 
 
 def _hardware(asked: argparse.Namespace) -> Hardware:
@@ -82,19 +84,33 @@ def _hardware(asked: argparse.Namespace) -> Hardware:
     return Hardware(**given)
 
 
+def _progress() -> Callable[[RunLayout], None]:
+    """A function that names a layout which is about to be simulated, if some seconds went by since the last line. Many
+    cores are many processes to simulate.
+    """
+    said = time.monotonic()
+
+    def say(one: RunLayout) -> None:
+        nonlocal said
+        if (now := time.monotonic()) - said > _SILENCE_S:
+            said, cores = now, one.hardware.machines * one.hardware.cores
+            print(f"coterie: simulating {one.name} on {counted(cores, 'core')}", file=sys.stderr, flush=True)
+
+    return say
+
+
 def _predict(config: Config, spec: Spec, services: Services, hardware: Hardware, _: None) -> tuple[dict[str, Any], str]:
     several = config.learners if isinstance(config.learners, int) and config.learners > 1 else 0
     learners = several or max(2, hardware.machines * (hardware.gpus or hardware.cores))
     found: list[Prediction] = []
     refused: dict[str, str] = {}
-    began = time.monotonic()
+    say = _progress()
     for acting, exchange in product(ACTING, EXCHANGES):
         try:
             if not is_simulated(acting, exchange):
                 raise ConfigError("this acting mode or exchange was registered without a simulation")
             one = layout(config, spec, hardware, acting, exchange, learners)
-            if time.monotonic() - began > _SILENCE_S:  # many cores are many processes to simulate
-                print(f"coterie: simulating {one.name}", file=sys.stderr, flush=True)
+            say(one)
             found.append(simulate(one, services, config.seed))
         except CoterieError as error:
             refused[f"{acting} {exchange}"] = str(error)
@@ -109,7 +125,7 @@ def _predict(config: Config, spec: Spec, services: Services, hardware: Hardware,
 def _search(
     config: Config, spec: Spec, services: Services, most: Hardware, target: float
 ) -> tuple[dict[str, Any], str]:
-    best, fastest = cheapest(config, spec, services, most, target, config.seed)
+    best, fastest = cheapest(config, spec, services, most, target, _progress())
     json_of = [result and result.to_json() for result in (best, fastest)]
     found = {"target": target, "cheapest": json_of[0], "beyond": json_of[1]}
     if best is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby, product
@@ -51,10 +51,12 @@ def candidates(config: Config, spec: Spec, most: Hardware) -> Iterator[RunLayout
 
 
 def cheapest(
-    config: Config, spec: Spec, services: Services, most: Hardware, target: float, seed: int = 0
-) -> tuple[Prediction | None, Prediction | None]:
+    config: Config, spec: Spec, services: Services, most: Hardware, target: float,
+    begin: Callable[[RunLayout], object] = lambda layout: None,
+) -> tuple[Prediction | None, Prediction | None]:  # fmt: skip
     """The layout that reaches `target` frames/s for the fewest dollars per hour, the fastest of several; or None, and
-    the fastest result of any acting mode x exchange, each in its layout with the highest ceiling.
+    the fastest result of any acting mode x exchange, each in its layout with the highest ceiling. `begin` is called
+    before each simulation.
     """
     found = sorted(candidates(config, spec, most), key=lambda x: x.dollars_per_hour)
     for _, same in groupby(found, key=lambda x: x.dollars_per_hour):
@@ -63,7 +65,8 @@ def cheapest(
             if ceiling(one, services) * services.action_repeat * _NOISE < max(target, best.frames_per_s if best else 0):
                 continue
             with suppress(CoterieError):  # no cost of its exchange, or too large: a smaller one was simulated
-                result = simulate(one, services, seed)
+                begin(one)
+                result = simulate(one, services, config.seed)
                 best = result if best is None else max(best, result, key=lambda x: x.frames_per_s)
         if best is not None and best.frames_per_s >= target:
             return best, None
@@ -72,7 +75,8 @@ def cheapest(
     for one in sorted(found, key=lambda x: (-ceiling(x, services), -x.learners, -x.dollars_per_hour)):
         if one.name not in rated:
             with suppress(CoterieError):
-                rated[one.name] = simulate(one, services, seed)
+                begin(one)
+                rated[one.name] = simulate(one, services, config.seed)
     return None, max(rated.values(), key=lambda x: x.frames_per_s, default=None)
 
 

@@ -261,7 +261,7 @@ def test_plan_prints_the_cheapest_layout_for_a_target_or_that_there_is_none(give
     out = capsys.readouterr().out.splitlines()
     (line,) = [x for x in out if x.startswith("cheapest for 100 frames/s")]
     assert "dollars an hour" in line
-    assert main([*PLAN, *given, *few, "--target", "1e7"]) == 0
+    assert main([*PLAN, *given, *few, "--target", "1e7"]) == 1
     assert capsys.readouterr().out.splitlines()[-1].startswith("no layout within these bounds reaches 10,000,000 fr")
 
 

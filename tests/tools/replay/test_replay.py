@@ -13,10 +13,13 @@ import torch
 from safetensors.torch import load_file
 
 from coterie.cli.main import main
-from coterie.errors import CoterieError
+from coterie.config import Config
+from coterie.errors import ConfigError, CoterieError
+from coterie.exchange.table import exchange_kind
 from coterie.flight.record import FlightRecorder, lives
 from coterie.launch.session import resume, train
 from coterie.roles.callbacks import Callback, Run
+from coterie.runs.config_io import replace as changed
 from coterie.runs.trust import open_run
 from coterie.tools.replay.asked import ReplayRequest
 from coterie.tools.replay.command import replay_run
@@ -125,6 +128,12 @@ def test_shared_weights_have_no_replay(tmp_path, exchange, capsys):
     assert main(["replay", str(tmp_path / "run")]) == 2
     line = f"coterie: exchange: {exchange} cannot be replayed: the order of writes to shared weights is not recorded\n"
     assert capsys.readouterr().err == line
+
+
+def test_an_exchange_from_outside_has_no_replay(tmp_path):
+    config = changed(Config(), {"exchange": "allreduce", "plugins.exchange": "local_sgd:LocalSGD"})
+    with pytest.raises(ConfigError, match=r"^plugins\.exchange: local_sgd:LocalSGD cannot be replayed"):
+        exchange_kind(config).check_replay(config, tmp_path)
 
 
 def test_the_command_says_what_is_equal(tmp_path, recorded, capsys):
