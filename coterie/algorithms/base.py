@@ -274,7 +274,7 @@ def combine(terms: Terms, watched: dict[str, Tensor], mask: Tensor, count: int) 
     Few calls, which take most of a small net's time: one sum with a graph, and one reduction of all metrics without.
     """
     for name, x in chain(((name, x) for name, (_, x) in terms.items()), watched.items()):
-        if x.shape != mask.shape:  # it might be broadcast
+        if x.shape != mask.shape:
             one = f"{name!r} has shape {list(x.shape)}, not {list(mask.shape)}: one number for each row of the batch"
             raise CoterieError(f"algorithm: the loss's {one}")
     (first, x), *rest = terms.values()

@@ -37,7 +37,8 @@ def try_out(model: Network, single_steps: bool = False) -> None:
     if state is not None and state.any():
         raise ConfigError("model: initial_state must be zeros, which stand for it where an episode begins")
     before = {name: x.clone() for name, x in model.named_buffers()}
-    with nullcontext() if model.core is None else cast(nn.Module, model.core).register_forward_hook(_check_width):
+    hooked = isinstance(model.core, nn.Module) and not isinstance(model.core, torch.jit.ScriptModule)  # has no hooks
+    with cast(nn.Module, model.core).register_forward_hook(_check_width) if hooked else nullcontext():
         params, values, state = one = run()
     if not _same(one, run(), 1e-6) or any(isinstance(part, _DROPOUT) and part.p for part in model.modules()):
         raise ConfigError("model: two passes over the same rows differ; dropout, for example, is not supported")
@@ -60,9 +61,9 @@ def try_out(model: Network, single_steps: bool = False) -> None:
 
 def _check_width(core: nn.Module, inputs: object, outputs: Any) -> None:
     """A core's features must be as wide as its `size` says."""
-    shape = getattr(outputs[0] if isinstance(outputs, tuple) else outputs, "shape", ())
-    if not shape or shape[-1] != core.size:
-        raise ConfigError(f"model.core: its size is {core.size}, but its output has shape {list(shape)}")
+    features, _ = outputs
+    if features.shape[-1] != core.size:
+        raise ConfigError(f"model.core: its size is {core.size}, but its output has shape {list(features.shape)}")
 
 
 def _same(one: Iterable[Any], other: Iterable[Any], within: float = 1e-4) -> bool:

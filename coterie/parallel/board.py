@@ -1,6 +1,6 @@
 """The board: plain numbers in shared memory in which the processes of a run write their progress.
 
-Every number has one writer, so nothing is locked and no increment is lost when a process dies.
+Every count has one writer, so nothing is locked and no increment is lost when a process dies.
 """
 
 from __future__ import annotations

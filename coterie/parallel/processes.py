@@ -206,8 +206,10 @@ def _socket_folder() -> None:
     """The fork server's socket is in a folder that multiprocessing makes once for each process, and removes at its end.
     In a scratch folder it also goes if the process is killed. A socket's path has 107 bytes at most.
     """
-    if multiprocessing.current_process()._config.get("tempdir") is None:  # type: ignore[attr-defined]
-        folder = scratch_folder("/tmp" if len(os.fsencode(tempfile.gettempdir())) > 40 else None)
+    size = len(os.fsencode(tempfile.gettempdir()))
+    made = multiprocessing.current_process()._config.get("tempdir") is not None  # type: ignore[attr-defined]
+    if not made and not 40 < size <= 70:  # there is room for two folders, or for none
+        folder = scratch_folder("/tmp" if size > 70 else None)
         util.Finalize(None, shutil.rmtree, (folder, True), exitpriority=-200)  # after its own
         before, tempfile.tempdir = tempfile.tempdir, str(folder)
         try:

@@ -20,7 +20,7 @@ from coterie.parallel.shm import SharedArrays
 from coterie.remote.admission import Servers, check_hello
 from coterie.types import Array
 from coterie.wire.auth import read_token
-from coterie.wire.client import Connection, ConnectionLost, Endpoint, RunEnded, Stream
+from coterie.wire.client import Connection, ConnectionLost, Endpoint, RefusedClient, RunEnded, Stream
 from coterie.wire.codec import Refused
 from coterie.wire.service import Answer, ServiceStream
 
@@ -151,7 +151,7 @@ class GossipClient:
             if not resumed:
                 raise CoterieError(f"gossip.connect: the run at {self.address} is over: {over}") from None
         except CoterieError as error:
-            if not resumed or isinstance(error, ConfigError):
+            if not resumed or (isinstance(error, ConfigError) and not isinstance(error, RefusedClient)):
                 raise
             self._lines.append(f"{error}: this run continues alone until it is back")
         return None

@@ -187,12 +187,15 @@ class Callbacks:
             try:
                 answer = getattr(callback, hook)(self.run, *args)
                 if hook == "should_stop" and answer:  # here: an array has no truth value
-                    self._board.stop()  # at once: learners in lockstep would go on until the message has arrived
-                    self._post("stop", (answer if isinstance(answer, str) else name, None))
+                    self._stop(answer if isinstance(answer, str) else name, None)
             except (Exception, SystemExit) as error:
                 self._made = [one for one in self._made if one is not callback]
                 trace = error.trace if isinstance(error, CoterieError) else traceback.format_exc()
-                self._post("stop", (f"{name}: {one_line(error)}", trace))
+                self._stop(f"{name}: {one_line(error)}", trace)
+
+    def _stop(self, reason: str, trace: str | None) -> None:
+        self._board.stop()  # at once: learners in lockstep would go on until the message has arrived
+        self._post("stop", (reason, trace))
 
     def _after_checkpoint(self) -> None:
         if self._made and self._sealed != (sealed := self._board.sealed):

@@ -285,7 +285,7 @@ class LearnerProcess:
     def resume(self, part: CheckpointPart) -> None:
         """Go on from a part of a checkpoint."""
         self.load(part.tensors)
-        self._lost = not_restored(self.config, self.context, part.tensors, self.algorithm, self.exchange)
+        self._lost = not_restored(self.config, part.tensors, self.algorithm, self.exchange)
         self.flight.resume(part, self.rngs)
 
     def load(self, tensors: dict[str, dict[str, Tensor]]) -> None:

@@ -14,7 +14,8 @@ from coterie.build.factory import ProcessContext
 from coterie.build.resources import Resources
 from coterie.choices import is_own
 from coterie.config import ResolvedConfig
-from coterie.exchange.base import Exchange
+from coterie.exchange.base import Exchange, ExchangeKind
+from coterie.exchange.table import exchange_kind
 from coterie.flight.life import Note, unrecorded
 from coterie.flight.record import FlightRecorder, path_of
 from coterie.flight.sums import rollout_sums, weight_sums
@@ -121,16 +122,18 @@ def digest_of_state(tensors: Tensors) -> str:
     return digest({group: x for group, x in tensors.items() if group != "rng"})
 
 
-def not_restored(
-    config: ResolvedConfig, context: ProcessContext, tensors: Tensors, algorithm: AnyAlgorithm, exchange: Exchange
-) -> list[str]:
+def not_restored(config: ResolvedConfig, tensors: Tensors, algorithm: AnyAlgorithm, exchange: Exchange) -> list[str]:
     """Lines about what the user's own parts have not taken from the state that they were given."""
     parts: dict[str, Any] = {"algorithm": algorithm}
-    if context.memory is None:  # else learners share it, and it may have changed since
+    if exchange_kind(config).restore is ExchangeKind.restore:  # else learners share it, and it may have changed since
         parts["exchange"] = exchange
     lines = []
     for part in (one for one in parts if is_own(one, config)):
         now = parts[part].state_dict()
-        lost = [name for name, x in tensors[part].items() if name not in now or not torch.equal(now[name].cpu(), x)]
-        lines += [f"{part}: load_state_dict has not restored {name!r}: it has its first value" for name in lost]
+        lost = [name for name, x in tensors[part].items() if name not in now or not _same(now[name].cpu(), x)]
+        lines += [f"{part}: load_state_dict has not restored {name!r}: it is not as in the checkpoint" for name in lost]
     return lines
+
+
+def _same(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return torch.equal(x, y) or (x.is_floating_point() and torch.allclose(x, y.to(x.dtype), 0, 0, equal_nan=True))

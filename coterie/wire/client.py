@@ -42,6 +42,10 @@ class RunEnded(Exception):
     """The server reports that the run has ended."""
 
 
+class RefusedClient(ConfigError):
+    """The server does not take this client, by its token, its kind or the certificate that it knows."""
+
+
 class ConnectionLost(CoterieError):
     """The stream has ended without a reason that would be the same at the next attempt."""
 
@@ -63,7 +67,7 @@ class Stream:
         self, channel: grpc.Channel, method: str, hello: Mapping[str, Any], sends: FrameLayout, *, token: str = "",
         silence: float = 60.0, check: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        self.sends, self.silence, self._check = sends, silence, check
+        self.method, self.sends, self.silence, self._check = method, sends, silence, check
         self.number = self.bytes_out = self.bytes_in = 0
         self._out = queue.SimpleQueue[Any]()
         self._last_frame, self._waiting, self._silent = awake(), True, False
@@ -97,7 +101,7 @@ class Stream:
             self._out.put(None)
             with suppress(ConnectionLost):
                 self._next()  # a run's server refuses, and logs it
-        raise ConfigError("wire.token_file: the server does not know the token")
+        raise RefusedClient("wire.token_file: the server does not know the token")
 
     def send(self, arrays: Mapping[str, Array], info: Mapping[str, tuple[float, int]] = {}) -> None:
         """Send a question without waiting for its answer, and what envs say in their info."""
@@ -152,12 +156,13 @@ class Stream:
         if self._closed.is_set():
             return ConnectionLost(f"no frame for {self.silence:g} s" if self._silent else "the stream was closed here")
         if any(text in details for text in _OTHER_CERTIFICATE):
-            return ConfigError("wire.cert: the server has another certificate, or it is not for this host name")
+            return RefusedClient("wire.cert: the server has another certificate, for other hosts, or not valid today")
         if status in _TRANSIENT:
             return ConnectionLost(f"{status.name.lower()}: {details}")
         if status == grpc.StatusCode.UNIMPLEMENTED:
             details = "`coterie actor` is for decoupled runs (impala), `coterie envs` for central ones (seed-vtrace)"
-        kind = ConfigError if status in _OF_SETTINGS else CoterieError
+            details = "the run has no gossip.bind" if self.method == "Gossip" else details
+        kind = RefusedClient if status in _OF_SETTINGS else CoterieError
         return kind(f"the server refused: {details} ({status.name.lower()})")
 
     def _watch(self) -> None:

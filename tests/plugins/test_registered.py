@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from coterie import choices, presets
 from coterie.acting.inline import Inline
@@ -22,6 +26,7 @@ from coterie.errors import ConfigError, CoterieError
 from coterie.exchange.solo import Solo
 from coterie.exchange.table import EXCHANGES, register_exchange
 from coterie.plugins import named
+from coterie.roles.life import not_restored
 from coterie.runs.config_io import replace as changed
 from coterie.tools.plan.services import save
 from tests.plugins.page import train, write_files
@@ -188,11 +193,19 @@ def test_state_that_is_not_restored_or_no_tensor_is_named(tmp_path, monkeypatch,
     run = ["train", "a2c", "--env", "CartPole-v1", "--learners", "1", *sizes]
     assert main([*run, "--algorithm", "counts:Forgets", "--steps", "32", "--out", "run"]) == 0
     assert main(["resume", "run", "--steps", "64"]) == 0
-    assert "algorithm: load_state_dict has not restored 'n': it has its first" in (tmp_path / "run/log.txt").read_text()
+    assert "algorithm: load_state_dict has not restored 'n': it is not as in" in (tmp_path / "run/log.txt").read_text()
     assert main([*run, "--algorithm", "counts:Number", "--steps", "32", "--out", "other"]) == 1
     assert "algorithm: state_dict()['n'] must be a tensor, not int" in capsys.readouterr().err
     assert main([*run, "--algorithm", "counts:Mean", "--steps", "32", "--out", "third"]) == 1
     assert "algorithm: the loss's 'policy_loss' has shape [], not [16]: one number" in capsys.readouterr().err
+
+
+def test_the_state_of_an_exchange_from_outside_is_compared():
+    config: Any = changed(Config(), {"learners": 2, "exchange": "allreduce", "plugins.exchange": "local:SGD"})
+    kept = {"n": torch.tensor(3), "x": torch.tensor([math.nan])}
+    part: Any = SimpleNamespace(state_dict=lambda: {**kept, "n": torch.tensor(0)})
+    (line,) = not_restored(config, {"algorithm": {}, "exchange": kept}, part, part)
+    assert line.startswith("exchange: load_state_dict has not restored 'n'")
 
 
 @pytest.mark.parametrize(("wrong", "error"), [("1 / 0", "ZeroDivisionError"), ("dict.x", "AttributeError")])

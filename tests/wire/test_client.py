@@ -230,7 +230,7 @@ def test_a_client_with_another_certificate_is_not_an_absent_learner(serve: Serve
     _, cert, key, *_ = map(str, make_keys(str(tmp_path / "keys"), ["localhost"]))
     served = serve(f"127.0.0.2:{free_port()}", token=TOKEN, credentials=server_credentials(cert, key))
     lines = list[str]()
-    for given, kind, why in (cert, ConfigError, "not for this host name"), ("", CoterieError, "no learner"):
+    for given, kind, why in (cert, ConfigError, "for other hosts"), ("", CoterieError, "no learner"):
         one = Connection(Endpoint(served.address, TOKEN, given, patience=0.5), {}, lines.append)
         with closing(one), pytest.raises(kind, match=why):
             one.settings("Infer")

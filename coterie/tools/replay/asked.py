@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from coterie.acting.table import acting_kind
 from coterie.choices import SECTIONS, uses
 from coterie.config import ResolvedConfig
 from coterie.errors import ConfigError, counted
 from coterie.exchange.table import exchange_kind
 from coterie.flight.life import RecordedLife
 from coterie.flight.record import lives
+from coterie.plugins import label
 from coterie.tools.replay.engine import EDITABLE
 from coterie.tools.replay.moment import Moment, debug
 
@@ -48,6 +50,8 @@ class ReplayRequest:
     def check(self, config: ResolvedConfig, folder: Path) -> None:
         """Raise a `ConfigError` where this contradicts itself, or what the run can do."""
         exchange_kind(config).check_replay(config, folder)
+        if config.plugins.acting and acting_kind(config).has_children:
+            raise ConfigError(f"plugins.acting: {label(config.plugins.acting)} cannot be replayed, built-in acting can")
         if not 0 <= self.learner < config.learners:
             raise ConfigError(f"--learner: {self.learner} is not one of the run's learners, 0 to {config.learners - 1}")
         for option, step in (("--to", self.until), ("--break-at or --export-step", self.at)):

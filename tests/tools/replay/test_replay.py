@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from coterie.cli.main import main
 from coterie.config import Config
 from coterie.errors import ConfigError, CoterieError
-from coterie.exchange.table import exchange_kind
 from coterie.flight.record import FlightRecorder, lives
 from coterie.launch.session import resume, train
 from coterie.roles.callbacks import Callback, Run
@@ -130,10 +129,12 @@ def test_shared_weights_have_no_replay(tmp_path, exchange, capsys):
     assert capsys.readouterr().err == line
 
 
-def test_an_exchange_from_outside_has_no_replay(tmp_path):
-    config = changed(Config(), {"exchange": "allreduce", "plugins.exchange": "local_sgd:LocalSGD"})
-    with pytest.raises(ConfigError, match=r"^plugins\.exchange: local_sgd:LocalSGD cannot be replayed"):
-        exchange_kind(config).check_replay(config, tmp_path)
+@pytest.mark.parametrize("part", ["exchange", "acting"])
+def test_what_replaces_a_part_in_other_processes_has_no_replay(tmp_path, part):
+    kinds = {"acting": "decoupled", "exchange": "allreduce", "learners": 2}
+    config = changed(Config(), {**kinds, f"plugins.{part}": "mine:Own"})
+    with pytest.raises(ConfigError, match=rf"^plugins\.{part}: mine:Own cannot be replayed"):
+        ReplayRequest().check(config, tmp_path)
 
 
 def test_the_command_says_what_is_equal(tmp_path, recorded, capsys):
