@@ -31,6 +31,7 @@ from coterie.exchange.table import EXCHANGES
 from coterie.runs import checkpoint
 from coterie.runs.config_io import load_config
 from tests.conftest import make_rollout
+from tests.support.begun import check_begins_with
 from tests.support.commands import run_example
 from tests.support.demonstrations import rule_plays_cartpole
 from tests.support.runs import check_rows
@@ -122,10 +123,7 @@ def test_a_ppo_run_goes_on_where_the_cloned_policy_is(tmp_path: Path):
         checkpoint.latest(tmp_path / "bc/checkpoints"), tmp_path / "ppo/checkpoints/step_000000000000",
     ))  # fmt: skip
     for rank in (0, 1):
-        for name, x in first[f"learner_{rank}/model"].items():
-            weighed = name in ("obs_norm.obs_.count", "obs_norm.obs_.m2")  # more than the rows that come
-            more = 100_000 / saved["learner_0/model"]["obs_norm.obs_.count"] if weighed else 1
-            torch.testing.assert_close(x, saved["learner_0/model"][name] * more, rtol=1e-12 * weighed, atol=0, msg=name)
+        check_begins_with(first[f"learner_{rank}/model"], saved["learner_0/model"])
 
 
 def test_heads_for_other_actions_are_new_and_another_network_is_refused(tmp_path: Path):

@@ -16,6 +16,7 @@ from coterie.errors import ConfigError, CoterieError
 from coterie.launch.session import resume, train
 from coterie.roles.learner_process import LearnerProcess
 from tests.conftest import make_config
+from tests.support.begun import check_begins_with
 from tests.support.runs import save_checkpoint
 from tests.support.waiting import PATIENCE
 
@@ -74,7 +75,7 @@ def test_the_secondary_starts_with_the_weights_and_normalizers_of_init_from(tmp_
     save_checkpoint(tmp_path / "checkpoints", 400, {"learner_0/model": model}, {})
     learner.close()
     learner = LearnerProcess(resolve_config(make_config(**begin, init_from=str(tmp_path))))
-    assert all(torch.equal(x, model[name]) for name, x in learner.secondary.model.state_dict().items())
+    check_begins_with(learner.secondary.model.state_dict(), model)
     learner.close()
 
 

@@ -140,7 +140,7 @@ class Link:
 
     def __init__(self, client: Peer, learner: Callable[[], tuple[Peer | None, Mapping[str, Service]]], **hello: Any):
         self.client, self.learner, self.hello = client, learner, hello
-        self.endpoint, self.patience = SimpleNamespace(address="there"), math.inf
+        self.endpoint, self.patience = SimpleNamespace(address="there", cert=""), math.inf
         self.report: Callable[[str], None] = lambda line: None
 
     def retry(self, act: Callable[[], Any], check: Callable[[], None]) -> Any:

@@ -131,6 +131,8 @@ class Meddler:
 
     def check_nothing_left(self) -> None:
         wait_until(lambda: all(gone(pid) for _, pid in self.started), 30, "every child is gone")
-        pickled = {_folder()} if _folder.cache_info().currsize else set()  # stays until this process ends
+        stay = {_folder()} if _folder.cache_info().currsize else set()  # until this process ends
+        if socket := multiprocessing.current_process()._config.get("tempdir"):  # type: ignore[attr-defined]
+            stay.add(Path(socket).parent)  # the fork server's
         for folder in (tempfile.gettempdir(), "/tmp"):  # where a path would be too long for a socket
-            assert not set(Path(folder).glob(f"coterie-*-{os.getpid()}-*")) - pickled
+            assert not set(Path(folder).glob(f"coterie-*-{os.getpid()}-*")) - stay
