@@ -13,7 +13,7 @@ TESTS = Path(__file__).parent
 # Planned: 16,000 for the library, 4,500 for the tools and 18,000 for the tests. A commit that raises one says for what.
 LIBRARY_LINES = 28_835
 TOOLS_LINES = 6_545
-TESTS_LINES = 34_970
+TESTS_LINES = 34_990
 TOP_LEVEL_MODULES = 9
 FILE_LINES = 300
 FUNCTION_LINES = 60
