@@ -152,7 +152,7 @@ class Stream:
             self._waiting = False
 
     def _reason(self, error: Any) -> CoterieError:
-        status, details = error.code(), error.details()
+        status, details = error.code(), error.details() or ""
         if self._closed.is_set():
             return ConnectionLost(f"no frame for {self.silence:g} s" if self._silent else "the stream was closed here")
         if any(text in details for text in _OTHER_CERTIFICATE):
