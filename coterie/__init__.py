@@ -62,3 +62,6 @@ if not TYPE_CHECKING:  # which would take any name for one of ours
             if name in names:
                 return getattr(importlib.import_module(f"coterie.{module}"), name)
         raise AttributeError(f"module 'coterie' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return __all__

@@ -401,7 +401,7 @@ class Config:
     actors: Actors = "auto"  # actors, or env hosts, of all learners together
     max_lag: Natural = 0  # largest policy lag: learner steps by which the weights that act may be older; 0: no limit
     restarts: Natural = 3  # of dead or hung learners that are allowed in an hour; the next one ends the run
-    steps: Positive = 1_000_000  # env steps of the whole run
+    steps: Positive = 1_000_000  # env steps of the whole run, which ends with the rollout that reaches them
     init_from: str = ""  # folder of a run or checkpoint: begin with its network's weights and normalizers
     seed: Natural = 0  # of envs, initial weights, sampled actions and minibatches
     device: Literal["auto", "cpu", "cuda"] = "auto"  # where learners train; auto: on GPUs if there are any

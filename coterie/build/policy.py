@@ -28,7 +28,7 @@ from coterie.runs import checkpoint
 from coterie.runs.files import read
 from coterie.runs.manifest import MANIFEST
 from coterie.runs.trust import open_run
-from coterie.types import MASK, Obs, Spec, entries
+from coterie.types import MASK, Obs, Spec, entries, from_entries
 
 WEIGHTS = ("/model", "/secondary")  # the ends of their names in a checkpoint
 _LONGEST_EPISODE = 200_000  # env steps on average, past which `coterie eval` counts episodes as unfinished
@@ -55,8 +55,12 @@ class Policy:
     def _new_player(self, batch: int) -> Player:
         return Player(self.algorithm, self.model, self.spec, batch, self.config.seed)
 
-    def reset(self, done: ArrayLike | None = None) -> None:
-        """Begin new episodes: in every env, or where `done` `[B]`. Calls with another B begin new ones as well."""
+    def reset(self, done: ArrayLike | None = None, *, seed: int | None = None) -> None:
+        """Begin new episodes: in every env, or where `done` `[B]`. Calls with another B begin new ones as well. `seed`:
+        of sampled actions from now on; after `load` it is the run's.
+        """
+        if seed is not None:
+            self.player.rng.manual_seed(seed)
         if done is not None and len(self._first) and np.shape(done) != self._first.shape:
             raise ConfigError(f"done: one value for each of {len(self._first)} envs is needed, not {np.shape(done)}")
         self._first = np.ones(0, bool) if done is None or not len(self._first) else self._first | (on_host(done) != 0)
@@ -68,7 +72,7 @@ class Policy:
         something is not a batch of what the env gives.
         """
         try:
-            obs = flatten(obs, self.fields)
+            obs = from_entries({name: on_host(x) for name, x in entries(flatten(obs, self.fields)).items()})
         except KeyError as error:
             raise ConfigError(f"obs: {error} is missing") from error
         except (IndexError, TypeError, ValueError) as error:
@@ -92,11 +96,19 @@ class Policy:
                 hint = "; for one env use policy.act" if np.shape(x) == row else ""
                 needed = f"[{', '.join(map(str, ('B', *row)))}]"
                 raise ConfigError(f"{place}: {needed} is needed, not {list(np.shape(x))}{hint}")
+            if x.dtype.kind not in "biuf":
+                raise ConfigError(f"{place}: numbers are needed, not {x.dtype}")
             if "int" in (dtype := self.spec.obs[key].dtype):
-                check_held(place, on_host(x), dtype, ConfigError)
+                check_held(place, x, dtype, ConfigError)
+            elif not np.isfinite(x).all():
+                raise ConfigError(f"{place}: it holds NaN or infinite numbers")
         if self.spec.masked and not self.spec.legal_rows(obs[MASK]).all():
             raise ConfigError("action_mask: nothing is legal in one of its rows")
-        batch = len(next(iter(entries(obs).values())))
+        batch, *more = {len(x) for x in entries(obs).values()}
+        if more:
+            raise ConfigError(
+                f"obs: its entries have {' and '.join(map(str, (batch, *more)))} rows; each needs the same"
+            )
         if len(self._first) != batch:
             self._first, rng = np.ones(batch, bool), self.player.rng
             self.player = self._new_player(batch)
@@ -105,6 +117,8 @@ class Policy:
             raise ConfigError("reward: this policy needs that of the last step, [B], where episodes go on")
         if (rewards := np.zeros(batch) if reward is None else on_host(reward)).shape != (batch,):
             raise ConfigError(f"reward: [{batch}] is needed, not {list(rewards.shape)}")
+        if not np.isfinite(rewards).all():
+            raise ConfigError("reward: it holds NaN or infinite numbers")
         action = self.player.act(obs, self._first, rewards, sampled)
         self._first = np.zeros(batch, bool)
         return self.actions.nested(self.actions.to_env(action))
@@ -128,8 +142,8 @@ def batched(obs: Any) -> Any:
 
 @plain_torch()
 def load(folder: str | Path, learner: str | int = "0", *, trust: bool = False, **new: Any) -> Policy:
-    """The policy of a run's best checkpoint, or of its last where none was marked best. `folder` may also be a
-    checkpoint of a run: `runs/x/checkpoints/step_000000100000`.
+    """The policy of a run's best checkpoint, or of its last where none was marked best, on the CPU. `folder` may also
+    be a checkpoint of a run: `runs/x/checkpoints/step_000000100000`.
 
     `learner`: its index (learner 0 is the one that is evaluated during training), "mean" for the mean of all learners'
     weights, or "secondary" for the secondary learner. `new`: what takes the place of the run's own, above all of an

@@ -26,7 +26,7 @@ from coterie.build.factory import ProcessContext, make_model, network_digest, no
 from coterie.build.resources import plain_torch, resolve_config
 from coterie.build.unused import unused
 from coterie.build.validity import check_objects, check_spec
-from coterie.build.warm_start import begin_from, source_of
+from coterie.build.warm_start import begin_from, fitting, source_of
 from coterie.config import Config, ResolvedConfig
 from coterie.envs.make import make_spec
 from coterie.errors import EXIT_INTERRUPTED, ConfigError, one_line
@@ -166,7 +166,7 @@ def _go(
     check_run(config, spec)
     starting.notes += filter(None, [line or beyond_its_steps(config), crowded(config)])
     if asked.init_from and not resumed:
-        config = replace(config, init_from=str(source := source_of(Path(asked.init_from))))  # that run may still train
+        config = replace(config, init_from=str(source := fitting(source_of(Path(asked.init_from)), config, spec)))
         starting.notes.append(begin_from(source, make_model(config, spec), acting_kind(config).own_policy))
     (board := Board(config.learners)).release()  # for start-up only: child processes get another one
     if not here:  # learner 0's process finds them by name, and makes them again

@@ -76,6 +76,9 @@ def open_run(
         )
     file = folder / "config.json"
     if (saved := read(folder, lambda: load_config(file) if file.is_file() else None)) is None:
+        if folder.parent.name == "checkpoints" and (some := sorted(folder.parent.glob("step_*/manifest.json"))):
+            names = ", ".join(file.parent.name for file in some)
+            raise ConfigError(f"RUN: {folder} is not a complete checkpoint; the run has {names}")
         raise ConfigError(f"RUN: {folder} is not a run folder (it has no config.json)")
     config = replace(saved, dict(new))
     if "env.max_episode_steps" in new:

@@ -61,13 +61,20 @@ def parse_grid(axes: Sequence[str]) -> list[dict[str, str]]:
             raise ConfigError(f"--grid: {axis!r} is not OPTION=VALUE,VALUE,...")
         if name in ("seed", "out"):
             raise ConfigError(f"--grid: {name} cannot be in a grid; use --seeds or --out")
-        if len(set(each)) < len(each):
+        if len({_as_number(value) for value in each}) < len(each):
             raise ConfigError(f"--grid: {axis!r} has a value twice")
         if name.replace("-", "_") in [other.replace("-", "_") for other in names]:
             raise ConfigError(f"--grid: {name} is given twice")
         names.append(name)
         values.append(each)
     return [dict(zip(names, combination, strict=True)) for combination in itertools.product(*values)]
+
+
+def _as_number(value: str) -> float | str:
+    """1e-3 and 0.001 are the same."""
+    with suppress(ValueError):
+        return float(value)
+    return value
 
 
 def options_of(point: dict[str, str]) -> list[str]:
@@ -171,7 +178,9 @@ def progress(jobs: Sequence[Job], done: int, whole: int) -> str:
     steps, rate = 0, 0.0
     for job in jobs:
         with suppress(CoterieError, IndexError):  # a line that is being written, or none yet
-            last = [line for line in read_metrics(job.folder) if "env_steps_per_s" in line][-1]
-            steps, rate = steps + last["env_steps"], rate + (last["env_steps_per_s"] or 0.0)
+            lines = [line for line in read_metrics(job.folder) if "env_steps_per_s" in line]
+            steps += lines[-1]["env_steps"]
+            rates = [line["env_steps_per_s"] for line in lines if line["env_steps_per_s"]]  # 0 during an evaluation
+            rate += rates[-1] if rates else 0.0
     so_far = f": {steps:,} env steps so far, {rate:,.0f} env steps/s in all" if steps else ""
     return f"{done} of {whole} done, {len(jobs)} running{so_far}"

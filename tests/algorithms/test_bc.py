@@ -138,6 +138,7 @@ def test_heads_for_other_actions_are_new_and_another_network_is_refused(tmp_path
     for wrong, why in [
         ({"model.hidden": (8,)}, r"has another network: torso\S+ is \[2, 2, 64\] there, \[2, 2, 8\] here"),
         ({"model.normalize_obs": False}, r"has another network: obs_norm\S+count is \[\] there, missing here"),
+        ({"model.activation": "relu"}, "was trained with model.activation tanh, here it is relu$"),
         ({"init_from": str(tmp_path)}, "has no complete checkpoint"),
         ({"init_from": f"{tmp_path}/x"}, "/x: there is no such folder"),
     ]:

@@ -116,7 +116,13 @@ def test_a_policy_plays_in_other_envs_with_the_same_spaces(tmp_path, capsys, mon
         load(out)({"a": np.zeros((1, 2))})
     with pytest.raises(ConfigError, match=r"^obs\['a'\] has numbers that its space's int8 cannot hold: 0.5 to 0.5$"):
         load(out)({"a": np.full((1, 2), 0.5), "b": np.ones(1, int)})
+    with pytest.raises(ConfigError, match=r"^obs: its entries have 1 and 3 rows; each needs the same$"):
+        load(out)({"a": np.ones((1, 2)), "b": np.ones(3, int)})
     assert load(out)({"a": np.ones((1, 2)), "b": np.ones(1, int)}).shape == (1,)
+    (last / "manifest.json").unlink()
+    for wrong in last, last.with_name("step_9"):
+        with pytest.raises(ConfigError, match=rf"^RUN: \S+ is not a complete checkpoint; the run has {first.name}"):
+            load(wrong)
 
 
 class Nested(gymnasium.Env[Any, Any]):
@@ -136,6 +142,8 @@ def test_a_policy_acts_for_one_env_in_the_form_of_its_spaces(tmp_path):
     coterie.train(small_ppo(tmp_path / "run", steps=100, env=f"{__name__}:Nested"), quiet=True)
     policy, env = load(tmp_path / "run"), Nested()
     assert env.action_space.contains(policy.act(env.reset()[0], sampled=True))
+    drawn = [policy.reset(seed=seed) or str(policy.act(env.reset()[0], sampled=True)) for seed in (3, 4, 3)]
+    assert drawn[0] == drawn[2] != drawn[1]
     assert evaluate_run(tmp_path / "run", episodes=3)["mean_return"] == 1
 
 
@@ -185,6 +193,13 @@ def test_a_recurrent_policy_outside_of_training_keeps_and_resets_its_state(tmp_p
         policy(obs[0])
     with pytest.raises(ConfigError, match=r"^obs: \[B, 4\] is needed, not \[3, 3\]$"):
         policy(obs[:, :3])
+    for given, says in (
+        (np.full((3, 4), np.nan), "obs: it holds NaN or infinite numbers"),
+        (np.array([["a"] * 4]), "obs: numbers are needed, not <U1"),
+        ([[1, 2, 3, 4], [1, 2]], "obs: not a batch of what the env gives: setting an array element"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^{says}"):
+            policy(given)
     for given in ({"x": obs}, {}):
         with pytest.raises(ConfigError, match=r"^obs: an array is needed, not a dict$"):
             policy(given)
@@ -196,6 +211,7 @@ def test_a_recurrent_policy_outside_of_training_keeps_and_resets_its_state(tmp_p
     for given, says in (
         ({}, "reward: this policy needs that of the last step"),
         ({"reward": np.zeros(2)}, r"reward: \[3\] is needed, not \[2\]$"),
+        ({"reward": np.full(3, np.inf)}, "reward: it holds NaN or infinite numbers"),
         ({"action_mask": np.ones((3, 2)), **last}, "action_mask: the env of this policy has none"),
     ):
         with pytest.raises(ConfigError, match=f"^{says}"):

@@ -38,7 +38,7 @@ def test_seeds_run_in_parallel_on_separate_cores_and_once(tmp_path, capsys, monk
     options = (*TRAIN, "--steps", "500", "--out", str(tmp_path / "run"), "--seeds", "4..5", "--jobs", "2")
     assert main(list(options)) == 0
     lines = capsys.readouterr().out.splitlines()  # on a busy machine also progress
-    assert sorted(line.split(":")[0] for line in lines if " running: " not in line) == ["seed 4", "seed 5"]
+    assert sorted(line.split(":")[0] for line in lines if " running" not in line) == ["seed 4", "seed 5"]
     here = sorted(os.sched_getaffinity(0))
     assert list(given.values()) == [here[k::2] or [here[k % len(here)]] for k in range(2)]
     paths = [tmp_path / f"run-seed{s}" / "summary.json" for s in (4, 5)]
@@ -269,12 +269,13 @@ def test_progress_adds_the_env_steps_and_rates_of_all_runs(tmp_path):
     jobs = [
         recorded(tmp_path / "unreadable", line(1, 1.0), rest="{}\n" + json.dumps(line(2, 2.0)) + "\n"),
         recorded(tmp_path / "evaluated", line(100, 1e6), line(200, 20.0), score),
+        recorded(tmp_path / "in an evaluation", line(50, 4.0), line(60, 0.0)),
         recorded(tmp_path / "in-the-middle-of-a-line", line(3_000, 300.0), rest='{"env_steps": 4000, "env_st'),
         recorded(tmp_path / "first", line(10_000, None)),  # no time has passed
         recorded(tmp_path / "empty"),
         Job("not begun", (), tmp_path / "not-begun"),
     ]
-    assert progress(jobs, 0, 6) == "0 of 6 done, 6 running: 13,200 env steps so far, 320 env steps/s in all"
+    assert progress(jobs, 0, 6) == "0 of 6 done, 7 running: 13,260 env steps so far, 324 env steps/s in all"
 
 
 def test_a_failed_command_is_reported_and_the_json_of_another_kept(tmp_path, capsys):

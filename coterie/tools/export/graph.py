@@ -22,7 +22,7 @@ from coterie.envs.spaces import ActionMap
 from coterie.errors import ConfigError, first_line
 from coterie.models.build import Network
 from coterie.ops.dist import make_distribution
-from coterie.types import ActionSpec, Inputs, from_entries
+from coterie.types import MASK, ActionSpec, Inputs, from_entries
 
 OPSET = 18  # the oldest that torch's exporter writes without a conversion
 
@@ -52,7 +52,10 @@ class Graph(nn.Module):
         model.resample(None)
         self.model, self.actions, self.dist = model, actions, make_distribution(model.spec.action)
         action, size = actions.spec, sum(actions.spec.sizes)
-        self.inputs = [Port(obs_name(k), s.shape, s.dtype, "observation") for k, s in model.spec.obs.items()]
+        self.inputs = [
+            Port(obs_name(k), s.shape, s.dtype, "legal choices" if k == MASK else "observation")
+            for k, s in model.spec.obs.items()
+        ]
         self.outputs = [
             Port("action", actions.shape, action.dtype, "the best action, as the env takes it"),
         ]

@@ -68,6 +68,12 @@ class RecordedRun:
         reached = max((line["env_steps"] for line in self.lines), default=0)
         return self.summary.get("status") == "finished" or reached >= self.config.get("steps", math.inf)
 
+    @property
+    def ended_early(self) -> bool:
+        """Whether something, such as a callback, ended it before the env steps that it was to make."""
+        made = self.summary.get("env_steps", math.inf)
+        return self.summary.get("status") == "finished" and bool(made < self.config.get("steps", 0))
+
     def series(self, y: str, x: str = "env_steps") -> tuple[Array, Array]:
         """The lines that have both, by increasing x: `[N]` and `[N]`."""
         rows = [(line[x], line[y]) for line in self.lines if line.get(x) is not None and line.get(y) is not None]
@@ -161,6 +167,7 @@ def find_runs(given: Iterable[str]) -> list[RecordedRun]:
         if folder.is_file() and Path(f"{stem}.args.json").exists():
             continue  # what a sweep wrote beside its folders: the shell's `sweep-*` names it, too
         inner = [] if (folder / "config.json").exists() else sorted(p.parent for p in folder.glob("*/config.json"))
+        inner = inner or sorted(p.parent for p in folder.glob("*/*/config.json"))  # a folder of sweeps
         found += [read_run(path) for path in inner or [folder]]
     if not found:
         raise ConfigError(f"{folder}: not a run folder")

@@ -40,6 +40,12 @@ def _envs(methods: Sequence[Method]) -> list[str]:
     return list(dict.fromkeys(run.env for method in methods for run in method.runs))
 
 
+def _drawn(method: Method, env: str) -> list[RecordedRun]:
+    """The finished runs, of which none ends the mean curve early; all of them as long as none is finished."""
+    runs = method.on(env)
+    return [run for run in runs if run.finished] or runs
+
+
 def _repeats(method: Method, env: str) -> bool:
     """Whether a seed is there twice: such runs may be equal."""
     runs = method.on(env)
@@ -56,7 +62,7 @@ def returns(methods: Sequence[Method], about: str = "") -> list[Chart]:
         for label, per, series in AXES:
             curves, drawn = [], 0
             for method in methods:
-                grid, each = on_grid([series(run, run.score) for run in method.on(env)])
+                grid, each = on_grid([series(run, run.score) for run in _drawn(method, env)])
                 if len(grid) > 1:
                     drawn += len(each)
                     what = "runs" if _repeats(method, env) else "seeds"
@@ -66,7 +72,7 @@ def returns(methods: Sequence[Method], about: str = "") -> list[Chart]:
                 banded = any(curve.low is not None and np.isfinite(curve.low).any() for curve in curves)
                 text = "Mean over seeds, as far as all of them went; the band is a 95% bootstrap interval of that mean."
                 short = sum(len(method.on(env)) for method in methods) - drawn
-                missing = f" Not drawn: {counted(short, 'run')} with too few values, or not where others' are."
+                missing = f" Not drawn: {counted(short, 'run')} that did not finish, or with too few values."
                 found.append(
                     lines(f"{about}{env}: return per {per}", curves, label, unit, text * banded + missing * (short > 0))
                 )
@@ -123,15 +129,21 @@ def aggregates(methods: Sequence[Method]) -> tuple[list[Chart], Table]:
     unit = "human-normalized score (0 random, 1 human)" if normalized else "return"
     title = "Final scores: interquartile mean"
     text = (
-        "A run's score is its mean return over the last tenth of its env steps. The middle half of the runs counts "
-        "(Agarwal et al. 2021); with several seeds, with a 95% bootstrap interval stratified by env."
+        "A run's score is its mean return over the last tenth of its env steps. The middle half of the runs counts, of "
+        "fewer than four all (Agarwal et al. 2021); with several seeds, with a 95% bootstrap interval stratified by "
+        "env, which is too narrow with fewer than five."
     )
-    if left := sum(not run.finished for method in methods for run in method.runs):
-        text += f" Left out: {left} unfinished runs."
+    done = [run for method in methods for run in method.runs if run.finished]
+    if left := sum(len(method.runs) for method in methods) - len(done):
+        text += f" Left out: {counted(left, 'unfinished run')}."
+    if left := sum(not math.isfinite(final_return(run)) for run in done):
+        text += f" Left out: {counted(left, 'run')} in which no episode ended."
+    if early := sum(run.ended_early for run in done):
+        text += f" {counted(early, 'run')} ended before the env steps that were asked for."
     if normalized and alone:
         text += f" Left out: {alone}, where not every method has a finished run."
     if any(_repeats(method, env) for method in methods for env in envs):
-        text += " Some runs of a method have the same seed."
+        text += " Some runs of a method have the same seed: if they are equal, the interval is too narrow."
     shown = [
         [label, number(value), f"{number(low)} to {number(high)}" if math.isfinite(low) else "needs several seeds"]
         for label, value, low, high in rows
@@ -191,21 +203,26 @@ def cosine_chart(runs: Sequence[RecordedRun], title: str) -> Chart | None:
 
 
 def _stage_charts(run: RecordedRun, title: str) -> list[Chart]:
-    series = {name: run.series(name) for name in run.names("stage/")}
-    x = max((x for x, _ in series.values()), key=len, default=np.empty(0))
-    if len(np.unique(x)) < 2:
+    rows = [line for line in run.lines if any(name.startswith("stage/") for name in line)]
+    steps = np.array([line["env_steps"] for line in rows])
+    took = np.diff([line["seconds"] for line in rows], prepend=0.0).clip(0) + 1e-9  # each line's shares are of these
+    x, at = np.unique(steps, return_inverse=True)  # several lines have the env steps at which an evaluation began
+    if len(x) < 2:
         return []
     some = np.linspace(x[0], x[-1], min(len(x), _POINTS))  # a day has 17,000 lines, which would make 7 MB of SVG
     found = []
     for whose, prefix in (("the learner's", "stage/"), ("the actors'", _ACTORS), ("the env hosts'", _HOSTS)):
-        shares = {
-            name.removeprefix(prefix): 100 * np.interp(x, *each)
-            for name, each in series.items()
-            if len(each[0]) and name.startswith(prefix) and "/" not in name.removeprefix(prefix)
+        spent = {
+            name.removeprefix(prefix): 100 * took * np.array([line.get(name) or 0.0 for line in rows])
+            for name in run.names(prefix)
+            if "/" not in name.removeprefix(prefix)
         }
-        if shares:
-            text = f"On average {', '.join(f'{k} {v.mean():.0f}%' for k, v in shares.items())}."
-            drawn = {name: np.interp(some, x, share) for name, share in shares.items()}
+        if spent:
+            means = {name: each.sum() / took.sum() for name, each in spent.items()}
+            text = f"On average {', '.join(f'{name} {mean:.0f}%' for name, mean in means.items())}"
+            rest = 100 - sum(means.values())
+            text += f"; {rest:.0f}% in none of these, such as evaluations." if prefix == "stage/" and rest >= 1 else "."
+            drawn = {k: np.interp(some, x, np.bincount(at, v) / np.bincount(at, took)) for k, v in spent.items()}
             found.append(stacked(f"Where {whose} time goes: {title}", some, drawn, "env steps", "share, %", text))
     return found
 

@@ -42,7 +42,8 @@ def outcomes(methods: Sequence[Method]) -> Table:
             counts = [number(last.get(name)) for name in ("env_steps", "seconds", "env_steps_per_s")]
             best = number(max(evals) if len(evals) else None)
             scores = [number(final_return(run)), best, number(energy)]
-            rows.append([str(run.folder), method.label, run.env, str(run.seed), run.status, *counts, *scores])
+            status = f"{run.status}: {reason}" if (reason := run.summary.get("reason")) else run.status
+            rows.append([str(run.folder), method.label, run.env, str(run.seed), status, *counts, *scores])
     names = "run, method, env, seed, status, env steps, seconds, env steps/s, final return, best evaluation, frames/kJ"
     return Table("Runs", names.split(", "), rows)
 

@@ -12,7 +12,7 @@ import pytest
 
 from coterie.errors import ConfigError, CoterieError
 from coterie.tools.report.runs import differences, find_runs, methods, read_run
-from coterie.tools.report.sections import AXES, aggregates, returns
+from coterie.tools.report.sections import AXES, aggregates, diagnostics, returns
 from coterie.tools.report.stats import band, interquartile_mean, interval, on_grid
 from coterie.tools.report.tables import final_return, outcomes
 from tests.tools.report.recorded import record
@@ -106,6 +106,35 @@ def test_runs_with_the_same_seed_are_not_called_seeds(tmp_path):
     found = methods(find_runs([str(tmp_path)]))
     assert "the same seed" in aggregates(found)[1].text
     assert "ppo, 2 runs" in str(returns(found))
+
+
+def test_runs_that_failed_or_ended_early_are_not_taken_for_whole_ones(tmp_path):
+    for k in range(4):
+        record(tmp_path / "sweep" / f"p{k}", "ppo", seed=k, steps=1000)
+    (failed, early, silent) = (tmp_path / "sweep" / f"p{k}" for k in (1, 2, 3))
+    (failed / "metrics.jsonl").write_text("".join((failed / "metrics.jsonl").read_text().splitlines(True)[:3]))
+    (failed / "summary.json").write_text('{"status": "failed"}')
+    (early / "summary.json").write_text('{"status": "finished", "reason": "should_stop of Best", "env_steps": 600}')
+    (silent / "metrics.jsonl").write_text('{"env_steps": 1000, "seconds": 2.0}\n')
+    found = methods(find_runs([str(tmp_path)]))  # two levels above them
+    assert "Not drawn: 2 runs that did not finish, or with too few values" in str(chart := returns(found)[0])
+    assert "ppo, 2 seeds" in str(chart)
+    text = aggregates(found)[1].text
+    for left in ("1 unfinished run.", "1 run in which no episode ended. 1 run ended before the env steps"):
+        assert left in text
+    assert outcomes(found).rows[2][4] == "finished: should_stop of Best"
+
+
+def test_the_shares_of_time_are_of_all_time(tmp_path):
+    record(tmp_path / "a", "ppo")
+    lines = [
+        {"env_steps": 50, "seconds": 2.0, "stage/train": 1.0, "stage/env": 0.0},
+        {"env_steps": 50, "seconds": 8.0, "stage/train": 0.0, "stage/env": 0.0},  # it waits for an evaluation
+        {"env_steps": 100, "seconds": 10.0, "stage/train": 0.5, "stage/env": 0.5},
+    ]
+    (tmp_path / "a" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shown = str(diagnostics(methods([read_run(tmp_path / "a")])[0]))
+    assert "On average train 30%, env 10%; 60% in none of these, such as evaluations." in shown
 
 
 def test_a_run_whose_process_is_gone_is_not_running(tmp_path):
