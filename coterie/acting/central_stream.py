@@ -68,6 +68,7 @@ class EnvStream(ServiceStream):
         self.window, self.ticket = registry.window, -1  # of the unfinished rollout
         self.row, self.valid = 0, 0  # of the unfinished rollout: the next row, valid rows
         self.new, self.serial = True, 0  # serial: among its learner's streams
+        self.ended = np.zeros(width, bool)  # envs whose episode ended in the last frame
 
     def ask(self, arrays: dict[str, Array], answer: Answer) -> None:
         """In the server's thread: check the arrays, and pass them to the inference thread."""
@@ -75,7 +76,13 @@ class EnvStream(ServiceStream):
         check_values(self.spec, arrays)
         obs = {k.removeprefix("obs/"): x for k, x in arrays.items() if k.startswith("obs/")}
         small = {name: arrays[name] for name in TimeStep._fields if name in arrays}
-        small["is_first"] = small["is_first"] | self.new
+        first, ended = small["is_first"], small["terminated"] | small["truncated"]
+        if (self.ended & ~first).any():
+            raise Refused("the row after an episode's end has no is_first: it must be the next episode's first one")
+        if (first & (ended | (small["reward"] != 0))).any():
+            raise Refused("a row with is_first has a reward or an end")
+        self.ended = ended
+        small["is_first"] = first | self.new
         time_step = TimeStep(obs=from_entries(obs), env_id=self.ids, **small)
         self.new = False
         self.registry.inbox.put(InferenceRequest(self, time_step, answer))

@@ -209,7 +209,7 @@ class TeamInstance(Instance):
         if new := {*self.env.playing} - rows.keys():
             raise CoterieError(f"agents contains {sorted(new)}, which possible_agents does not")
         actions = {agent: self.choice(rows[agent]) for agent in self.env.playing}
-        self._write_all(actions, *parts_of("step", self.env.step(actions), STEP))
+        self._write_all(actions, *self.env.noted(parts_of("step", self.env.step(actions), STEP)))
         self.restart = not self.env.playing
 
     def _write_all(self, actions: Any, obs: Any, reward: Any, terminated: Any, truncated: Any, info: Any) -> None:

@@ -64,6 +64,9 @@ class LocalBackend(Backend):
         if not isinstance(frame, np.ndarray):
             how = self.undrawn or "its render() gave no array (a constructor with render_mode gets rgb_array)"
             raise ConfigError(f"env.id: {self.spec.env_id!r} gives no frames: {how}")
+        if frame.ndim != 3 or frame.shape[2] != 3 or frame.dtype != np.uint8:
+            given = f"{frame.dtype} {list(frame.shape)}"
+            raise ConfigError(f"env.id: {self.spec.env_id!r} draws {given}; a frame must be uint8 [H, W, 3]")
         return frame
 
     def close(self) -> None:

@@ -32,6 +32,7 @@ class Team(gymnasium.Env[Any, Any]):
     def __init__(self, env_id: str, env: Any, limit: int) -> None:
         self.env, self.limit, self.render_mode = env, limit, getattr(env, "render_mode", None)
         self.members, self.steps = list[str](env.possible_agents), 0
+        self.over = set[str]()  # agents whose episode has ended, and which `agents` may still list
         for what in _PADS:
             space, first = getattr(env, f"{what}_space"), self.members[0]
             for agent in self.members:
@@ -45,15 +46,24 @@ class Team(gymnasium.Env[Any, Any]):
     @property
     def playing(self) -> list[str]:
         """The agents that take the next step; none where the episode is over."""
-        return [] if self.limit and self.steps >= self.limit else self.env.agents
+        over = self.limit and self.steps >= self.limit
+        return [] if over else [agent for agent in self.env.agents if agent not in self.over]
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         self.steps = 0
+        self.over.clear()
         return self.env.reset(seed=seed, options=options)
 
     def step(self, action: Mapping[str, Any]) -> Any:
         self.steps += 1
         return self.env.step(action)
+
+    def noted(self, answer: list[Any]) -> list[Any]:
+        """The parts of what `step` returned, after noting whose episode they end."""
+        _, _, terminated, truncated, _ = answer
+        ended = {agent for agent in self.members if terminated.get(agent) or truncated.get(agent)}
+        self.over = (self.over | ended) & {*self.env.agents}  # one that has left may come back
+        return answer
 
     def set_wrapper_attr(self, name: str, value: Any, *, force: bool = True) -> bool:
         if found := force or hasattr(self.env.unwrapped, name):

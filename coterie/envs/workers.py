@@ -44,7 +44,7 @@ def _declared(env_id: str, kwargs: str, max_episode_steps: int) -> Declared:
         try:
             return describe(env_id, env, max_episode_steps)
         finally:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception, SystemExit):
                 env.close()
 
 

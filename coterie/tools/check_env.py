@@ -192,7 +192,8 @@ def _random_steps(
     for before, answer in pairwise(islice(_play(backend, alive), steps + 1)):
         for name, x in [("reward", answer.reward), *((observation(k), x) for k, x in entries(answer.obs).items())]:
             if x.dtype.kind == "f" and not np.isfinite(x).all():
-                mend[f"{name} finite"] = f"{name}: {x[~np.isfinite(x)][0]}; a run replaces an env that gives it"
+                then = ", or ends if it cannot be restarted alone" * isinstance(backend, CheckingBackend)
+                mend[f"{name} finite"] = f"{name}: {x[~np.isfinite(x)][0]}; a run replaces an env that gives it{then}"
         first = answer.first | before.terminated | before.truncated  # of a reset, or of an absent agent
         length = np.where(first, 0, length + 1)
         rewards += answer.reward[~first].tolist()

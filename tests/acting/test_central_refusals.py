@@ -36,6 +36,23 @@ def test_numbers_that_no_learner_can_use_are_refused(rig, name, bad, says):
     assert other.turn()
 
 
+def test_rows_out_of_an_episodes_order_are_refused(rig):
+    """A client that resets an env in the step in which its episode ended."""
+    one = rig()
+    one.central.publish(0)
+    client = Client(one, 0)
+    ended, begun = client.arrays(), client.arrays()
+    ended["terminated"][:], begun["is_first"][:], begun["reward"][:] = True, True, 1.0
+    client.stream.ask(ended, lambda *_: None)
+    for arrays, says in (
+        (client.arrays(), "after an episode's end has no is_first"),
+        (begun, "has a reward or an end"),
+    ):
+        with pytest.raises(Refused, match=says):
+            client.stream.ask(arrays, lambda *_: None)
+    client.leave()
+
+
 def test_more_envs_than_max_envs_are_refused(rig):
     one = rig(max_envs=5)
     client = Client(one, 0, width=4)

@@ -56,6 +56,23 @@ def test_agents_that_leave_or_come_later_have_masked_rows(groups: int, threads: 
         check_crowd(seen)
 
 
+class Forgetful(Crowd):
+    """Its `agents` still lists those whose episode has ended."""
+
+    def step(self, actions):
+        listed, self.agents = {*self.agents}, list(actions)
+        answer = super().step(actions)
+        self.agents = [a for a in self.possible_agents if a in listed.union(self.agents)]
+        return answer
+
+
+def test_an_agent_whose_episode_has_ended_is_gone_although_the_env_lists_it() -> None:
+    with make(f"{__name__}:Forgetful", 3) as envs:
+        seen = play(envs, 12)
+    assert [pattern(seen, i) for i in range(3)] == PATTERNS
+    check_crowd(seen)
+
+
 def test_an_evaluation_ends_though_an_agent_never_appears() -> None:
     lives = json.dumps({"lives": [[0, 5], [9, 12]]})
     config = resolve_config(make_config(**{"env.id": CROWD, "env.kwargs": lives, "env.num_envs": 2}))
