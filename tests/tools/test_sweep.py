@@ -82,7 +82,7 @@ def test_a_grid_has_every_combination(tmp_path):
     assert [point["env.kwargs"] for point in objects] == ['{"a": {"b": 1, "c": 2}, "d": 3}', "{}"]
     with pytest.raises(ConfigError, match=r"--seeds: 3 is one seed: --seed 3, or 0\.\.2 for three"):
         parse_seeds("3")
-    for bad in ("seed=1,2", "out=a,b", "optim.lr=1,1", "model.core=,lstm", "algo.gamma=1,,0.9", "algo.gamma=1,"):
+    for bad in ("seed=1,2", "out=a,b", "optim.lr=1,1.0", "model.core=,lstm", "algo.gamma=1,,0.9", "algo.gamma=1,"):
         with pytest.raises(ConfigError, match="--grid"):
             parse_grid([bad])
     with pytest.raises(ConfigError, match="given twice"):
