@@ -11,9 +11,9 @@ from tests.test_layers import MODULES, ROOT, imports
 TESTS = Path(__file__).parent
 
 # Planned: 16,000 for the library, 4,500 for the tools and 18,000 for the tests. A commit that raises one says for what.
-LIBRARY_LINES = 28_835
-TOOLS_LINES = 6_545
-TESTS_LINES = 34_990
+LIBRARY_LINES = 28_900
+TOOLS_LINES = 6_590
+TESTS_LINES = 35_080
 TOP_LEVEL_MODULES = 9
 FILE_LINES = 300
 FUNCTION_LINES = 60
