@@ -37,6 +37,11 @@ def child_process_refusals(section: Callable[[Config], Section], optional: bool 
     """Refusals of every acting mode with child processes."""
     return (
         Refusal(
+            lambda c, s: c.actors == 0 and not (optional and bool(c.wire.bind)),
+            "actors",
+            "must be at least 1 for each learner" + ", or 0 where env hosts connect (wire.bind)" * optional,
+        ),
+        Refusal(
             lambda c, s: not shares_evenly(c, optional),
             "actors",
             "must be a multiple of the learners and of the tasks, and divide env.num_envs x learners evenly; give "

@@ -275,7 +275,7 @@ class Supervisor:
             run.ledger.lose_actor(row, self.group.actor_ended(row))
         if not run.board.closed and not (run.board.stopping and manner == NOT_STARTED):
             self.actor_restarts.restart(reason)
-            run.writer.log(f"{reason}; it is restarted")
+            run.log(f"{reason}; it is restarted")
             self.back_off.died(row)
 
     def _dismiss_actors(self) -> None:
