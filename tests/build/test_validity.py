@@ -54,12 +54,6 @@ def test_what_the_refusal_of_actors_with_older_weights_offers_is_possible(more):
     possible(config_of(["a2c", "--env", "CartPole-v1", "--acting", "decoupled", *more]))
 
 
-@pytest.mark.parametrize(("preset", "more"), [("impala", "$"), ("seed-vtrace", r", or 0 where env hosts connect")])
-def test_without_actors_nothing_acts(preset, more):
-    with pytest.raises(ConfigError, match=f"^actors: 0 must be at least 1 for each learner{more}"):
-        possible(config_of([preset, "--env", "CartPole-v1", "--actors", "0"]))
-
-
 VECTOR, TWO, BOX = (
     ObsSpec((4,), "float32"),
     ActionSpec("categorical", (2,)),

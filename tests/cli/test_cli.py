@@ -97,8 +97,7 @@ def test_bad_usage_is_one_line_and_exit_2(capsys, args, says):
     assert len(err) < 400
 
 
-CENTRAL = {"acting": "central", "central.lockstep": True}
-DECOUPLED = {"acting": "decoupled", "decoupled.lockstep": True}
+CENTRAL, DECOUPLED = ({"acting": x, f"{x}.lockstep": True} for x in ("central", "decoupled"))
 ACTORS = {"algorithm": "vtrace", "acting": "decoupled"}
 R2D2 = {"algorithm": "r2d2", "model.core": "lstm", "algo.unroll_length": 20}
 GOSSIP = {"exchange": "gossip", "gossip.bind": "127.0.0.1:8790"}
@@ -118,6 +117,7 @@ AMBIGUOUS = [
         {"env": "tests.support.masked:Masked", "env.kwargs": '{"kind": "mixed"}', "algorithm": "dqn"},
     ),
     ("algorithm", "vectors of numbers", {"env": COUNTING, "env.kwargs": IMAGES, "algorithm": "sac"}),
+    *[("actors", x, {**of, "actors": 0}) for x, of in (("at least 1", DECOUPLED), ("or 0 where", CENTRAL))],
     ("acting", "older weights", {"acting": "decoupled", "actors": 2}),
     ("env.groups", "actors", {**DECOUPLED, "env.groups": 2, "env.num_envs": 6, "actors": 2}),
     ("env.groups", "lockstep", {**CENTRAL, "env.groups": 2}),
