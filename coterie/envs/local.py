@@ -70,7 +70,7 @@ class LocalBackend(Backend):
         return frame
 
     def close(self) -> None:
-        with suppress(Exception):
+        with suppress(Exception, SystemExit):
             self.env.close()
 
 

@@ -96,6 +96,8 @@ def test_a_policy_plays_in_other_envs_with_the_same_spaces(tmp_path, capsys, mon
     assert "Scaled: 6.00 +- 0.00 (2 episodes" in capsys.readouterr().out
     assert main(["watch", str(out), *more]) == 0  # its constructor takes render_mode
     assert "3 frames, return 6.0" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"^--out: \S+/w\.png must end in \.mp4 or \.gif$"):
+        watch(out, str(tmp_path / "w.png"), **{"env.kwargs": {}})
     drawn = {"env": partial(Scaled, render_mode="rgb_array"), "env.kwargs": {}}
     assert watch(out, **drawn)[1:] == (4.0, 5)  # as an evaluation, to its limit
     monkeypatch.setattr(Scaled, "step", lambda self, action: int("x"))

@@ -175,6 +175,9 @@ def test_an_env_with_an_id_is_drawn_only_if_its_constructor_can():
         made.env.unwrapped.render = lambda: None
         with pytest.raises(CoterieError, match=r"gives no frames: .* unexpected keyword argument 'render_mode'"):
             made.render()
+        made.env.unwrapped.render = lambda: np.zeros((3, 64, 64))
+        with pytest.raises(CoterieError, match=r"draws float64 \[3, 64, 64\]; a frame must be uint8 \[H, W, 3\]$"):
+            made.render()
     with pytest.raises(CoterieError, match=r"missing 1 required positional argument: .case."):
         LocalBackend(config.Env("Odd-v0"), [1])
 

@@ -15,7 +15,7 @@ import pytest
 
 from coterie import config
 from coterie.envs.local import LocalBackend
-from coterie.envs.workers import worker_declared
+from coterie.envs.workers import _declared, worker_declared
 from coterie.errors import CoterieError
 from tests.envs.env_harness import COUNTING, FLAKY, Player, make, pattern, play, worker_pids
 from tests.support.flaky import FlakyEnv
@@ -173,8 +173,10 @@ def test_an_exception_of_the_constructor_has_its_traceback():
     assert "in __init__\n" in caught.value.trace
 
 
-def test_an_env_whose_close_raises_can_be_used(monkeypatch):
-    monkeypatch.setattr(FlakyEnv, "close", lambda self: 1 / 0)
+@pytest.mark.parametrize("ends", [lambda: 1 / 0, lambda: sys.exit(4)])
+def test_an_env_whose_close_raises_can_be_used(monkeypatch, ends):
+    _declared.cache_clear()
+    monkeypatch.setattr(FlakyEnv, "close", lambda self: ends())
     env = config.Env(id=FLAKY, kwargs='{"how": "raise", "at": 77}')
     assert worker_declared(env).spec.agents == 1
     LocalBackend(env, [1]).close()
