@@ -33,7 +33,7 @@ def test_help_has_the_options_of_the_presets_cell_and_help_all_every_one(capsys)
     commands = ("--env.id TEXT", "--seeds A..B", "--jobs K", "--grid ", "--chaos ", "--config FILE", "--print-config ")
     assert all(option in out for option in commands)
     words = " ".join(out.split())
-    assert "--steps N env steps of the whole run [1000000]" in words
+    assert "--steps N env steps of the whole run, which ends with the rollout that reaches them [1000000]" in words
     assert "--optim.rule rmsprop|rmsprop_tf|adam|adam_eps_hat" in words
     assert "before bias correction [adam]" in words
     assert "if there are none [41]" in words
