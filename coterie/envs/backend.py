@@ -21,6 +21,9 @@ from coterie.envs.spaces import ActionMap, ObsField, action_map, obs_fields, wit
 from coterie.errors import ConfigError, CoterieError
 from coterie.types import Array, Obs, Spec, entries
 
+START_S = 60.0  # for an env to start, on top of env.timeout
+CLOSE_S = 6.0  # for envs to close; then they are given up, and worker processes killed
+
 
 class Declared(NamedTuple):
     """What an env takes and gives, and the conversions between its own arrays and ours."""

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import gymnasium
 
 from coterie import config
-from coterie.envs.backend import Backend, Declared, MakeBackend
+from coterie.envs.backend import START_S, Backend, Declared, MakeBackend
 from coterie.envs.group import Envs
 from coterie.envs.gym import ALE, OWN_ID, PLAY, is_gym_id
 from coterie.envs.local import LocalBackend
@@ -23,6 +23,7 @@ from coterie.envs.vector import APART, make_together, together_declared
 from coterie.envs.workers import WorkerBackend, worker_declared
 from coterie.errors import ConfigError, json_object
 from coterie.extras import install, missing
+from coterie.parallel.signals import time_limit
 from coterie.plugins import LAB, label
 from coterie.types import Array, Spec
 
@@ -72,9 +73,11 @@ def _unknown(env_id: str, known: Sequence[str], why: str) -> ConfigError:
 
 
 def _declared(env: config.Env, atari: config.Atari) -> Declared:
-    if env.backend not in APART:
-        return together_declared(env)
-    return pool_declared(env, atari) if in_pool(env) else worker_declared(env)
+    limit = env.timeout + START_S
+    with time_limit(limit, f"env.id {label(env.id)!r}: not made within {limit:g} s (env.timeout + {START_S:g} s)"):
+        if env.backend not in APART:
+            return together_declared(env)
+        return pool_declared(env, atari) if in_pool(env) else worker_declared(env)
 
 
 def make_spec(env: config.Env, atari: config.Atari) -> Spec:

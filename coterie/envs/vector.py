@@ -20,11 +20,12 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 
 from coterie import config
 from coterie.envs.answers import STEP, check_kwargs, parts_of
-from coterie.envs.backend import Backend, Declared, StepResults, declare
+from coterie.envs.backend import CLOSE_S, Backend, Declared, StepResults, declare
 from coterie.envs.gym import is_gym_id, numbers, open_gym
 from coterie.envs.pool import has_env
 from coterie.envs.spaces import flatten, leaf_of, on_host
 from coterie.errors import ConfigError, CoterieError, json_object
+from coterie.parallel.signals import time_limit
 from coterie.plugins import label, named_env, prepare_import
 from coterie.types import MASK, Array, Obs, Spec, entries, from_entries, map_obs
 
@@ -98,7 +99,7 @@ def together_declared(env: config.Env) -> Declared:
 def _declared(env: config.Env) -> Declared:
     """The same, found by making one of them, once for each simulator."""
     made = make_together(env, [0])
-    with suppress(Exception):  # it was of use
+    with suppress(Exception), time_limit(CLOSE_S, "close() did not end"):  # it was of use
         made.close()
     return made.declared
 

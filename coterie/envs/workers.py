@@ -24,17 +24,15 @@ from typing import Any
 import numpy as np
 
 from coterie import config
-from coterie.envs.backend import Backend, Declared, StepResults
+from coterie.envs.backend import CLOSE_S, START_S, Backend, Declared, StepResults
 from coterie.envs.gym import describe, layout, open_gym, read_batch
 from coterie.errors import ConfigError, CoterieError
 from coterie.parallel.clock import awake
 from coterie.parallel.shm import SharedArrays
-from coterie.parallel.signals import blocked_signals, name_of
+from coterie.parallel.signals import blocked_signals, name_of, time_limit
 from coterie.types import Array
 
-_START_S = 60.0  # for a worker to start, on top of the time-out
 _POLL_S = 1.0  # between checks of the clock while the workers are silent
-_CLOSE_S = 6.0  # for all workers to close their envs; then they are killed
 
 
 @functools.lru_cache(maxsize=32)
@@ -44,7 +42,7 @@ def _declared(env_id: str, kwargs: str, max_episode_steps: int) -> Declared:
         try:
             return describe(env_id, env, max_episode_steps)
         finally:
-            with contextlib.suppress(Exception, SystemExit):
+            with contextlib.suppress(Exception, SystemExit), time_limit(CLOSE_S, "close() did not end"):
                 env.close()
 
 
@@ -89,7 +87,7 @@ class Process:
             self.popen.wait(0.5)  # its socket may close a moment before the process ends
         self.popen.kill()
         try:
-            code = self.popen.wait(_CLOSE_S)
+            code = self.popen.wait(CLOSE_S)
         except subprocess.TimeoutExpired:
             return "killed, but still there"
         return f"killed by {name_of(-code)}" if code < 0 else f"exit code {code}"
@@ -163,10 +161,10 @@ class WorkerBackend(Backend):
         begin = awake()
         while waiting := {x.conn: (w, x) for w, x in enumerate(self._workers) if x is not None and x.answers}:
             starting = any(not x.ready for _, x in waiting.values())
-            left = begin + self._env.timeout + _START_S * starting - awake()
+            left = begin + self._env.timeout + START_S * starting - awake()
             readable = wait(list(waiting), min(max(left, 0), _POLL_S))
             if not readable and left <= 0:
-                limit = f"env.timeout {self._env.timeout:g} s" + f" and {_START_S:g} s for the start" * starting
+                limit = f"env.timeout {self._env.timeout:g} s" + f" and {START_S:g} s for the start" * starting
                 for w, x in waiting.values():
                     failed |= self._bury(w, x, f"no answer in {limit}")
             for conn in readable:
@@ -223,12 +221,12 @@ class WorkerBackend(Backend):
         workers, self._workers = [x for x in self._workers if x is not None], []
         for worker in workers:
             worker.conn.close()
-        deadline = time.monotonic() + _CLOSE_S
+        deadline = time.monotonic() + CLOSE_S
         for worker in workers:
             try:
                 worker.popen.wait(max(deadline - time.monotonic(), 0))
             except subprocess.TimeoutExpired:
                 worker.popen.kill()
                 with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel may not let it go
-                    worker.popen.wait(_CLOSE_S)
+                    worker.popen.wait(CLOSE_S)
         self._shared.close()

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import signal
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from types import FrameType
+
+from coterie.errors import CoterieError
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)  # before a fork
@@ -33,6 +37,38 @@ def on_signals(note: Callable[[signal.Signals], None], numbers: Sequence[signal.
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+class _TooLong(BaseException):
+    """Not an `Exception`: code that tries again after every error must end, too."""
+
+
+@contextmanager
+def time_limit(seconds: float, reason: str) -> Iterator[None]:
+    """Raise a `CoterieError` where the body takes longer; its trace says what the body did. Without effect outside the
+    main thread, and in native code until that returns to Python.
+    """
+    trace = ""
+
+    def over(number: int, frame: FrameType | None) -> None:
+        nonlocal trace
+        trace = "".join(traceback.format_stack(frame))
+        raise _TooLong
+
+    try:
+        handler = signal.signal(signal.SIGALRM, over)
+    except ValueError:
+        yield
+        return
+    outer = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again each second, if something catches it
+    try:
+        yield
+    except _TooLong:
+        raise CoterieError(reason, trace) from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, *outer)
 
 
 def is_second(number: signal.Signals, since: float) -> bool:

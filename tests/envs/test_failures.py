@@ -3,6 +3,7 @@ descriptor outlives its envs.
 """
 
 import gc
+import json
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ import pytest
 
 from coterie import config
 from coterie.envs.local import LocalBackend
+from coterie.envs.make import make_spec
 from coterie.envs.workers import _declared, worker_declared
 from coterie.errors import CoterieError
 from tests.envs.env_harness import COUNTING, FLAKY, Player, make, pattern, play, worker_pids
@@ -249,3 +251,43 @@ def test_workers_exit_when_their_parent_is_killed(tmp_path):
         finally:
             parent.kill()
     wait_until(lambda: all(map(gone, workers)), 15, "the workers exit")
+
+
+HANGS = """
+import time
+from gymnasium.vector import SyncVectorEnv
+from coterie.envs.testing import CountingEnv
+
+class Hangs(CountingEnv):
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+        while where == "constructor":
+            try:
+                time.sleep(60)
+            except Exception:
+                pass  # tries again, like a client of a simulator that is not there
+
+    def close(self):
+        time.sleep(60 * (self.where == "close"))
+
+def hangs(num_envs, where):
+    return SyncVectorEnv([lambda: Hangs(where)] * num_envs)
+"""
+
+
+@pytest.mark.parametrize("backend", ["auto", "vector"])
+@pytest.mark.parametrize("where", ["constructor", "close"])
+def test_an_env_that_hangs_when_it_is_made_or_closed_is_given_up(where, backend, tmp_path, monkeypatch):
+    (tmp_path / "slow_env.py").write_text(HANGS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("coterie.envs.make.START_S", 0.5)
+    monkeypatch.setattr(f"coterie.envs.{'workers' if backend == 'auto' else 'vector'}.CLOSE_S", 0.5)
+    name = "slow_env:Hangs" if backend == "auto" else "slow_env:hangs"
+    env = config.Env(name, backend, kwargs=json.dumps({"where": where}), timeout=0.5)
+    if where == "close":
+        assert make_spec(env, config.Atari()).action.sizes
+        return
+    with pytest.raises(CoterieError, match=r"(?i)hangs'.*: not made within 1 s \(env\.timeout \+ 0\.5 s\)") as caught:
+        make_spec(env, config.Atari())
+    assert "time.sleep(60)" in caught.value.trace
