@@ -170,11 +170,16 @@ def own_checkpoint(folder: Path) -> Path | None:
 
 
 def checkpoint_of(folder: Path, field: str) -> Path:
-    """A run's best checkpoint, or its last. Raises a `ConfigError` that begins with `field` if there is none."""
+    """A run's best checkpoint, or its last where none was marked best. Raises a `ConfigError` that begins with `field`
+    if it is not there.
+    """
     root = folder / "checkpoints"
-    if (path := checkpoint.best(root)[0] or checkpoint.latest(root)) is None:
+    best, last = checkpoint.best(root)[0], checkpoint.latest(root)
+    if last is None:
         raise ConfigError(f"{field}: {folder} has no complete checkpoint yet")
-    return path.absolute()
+    if best is None and read(root, (mark := root / "best.json").exists):
+        raise ConfigError(f"{field}: {mark} names no complete checkpoint of this run; give one yourself, such as {last}")
+    return (best or last).absolute()
 
 
 def policy_of(folder: Path, config: Config, weights: dict[str, Tensor], step: int, path: Path) -> Policy:

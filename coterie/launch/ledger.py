@@ -39,7 +39,8 @@ class Ledger:
         self.tasks = {task: Episodes() for task in several} if len(several := tasks(config.env.id)) > 1 else {}
         self.resumes, self.seconds_before, self.begin_steps = 0, 0.0, 0
         self.rolled_back = self.dropped = self.restarts = 0
-        self.restarts_before = 0 if state is None else state.get("restarts", 0)
+        before = state or {}
+        self.restarts_before, self.actor_restarts = before.get("restarts", 0), before.get("actor_restarts", 0)
         self.last_eval: dict[str, float] = {}
         self.lags, self.line_lags = Counter[int](), Counter[int]()  # rows by policy_lag: of all, since the last line
         self.lag_by_row, self.rollouts = list[float](), 0  # sums of the lag of each row, over that many rollouts
@@ -168,6 +169,7 @@ class Ledger:
             "rolled_back": self.rolled_back,
             "dropped": self.dropped + self.board.sum("dropped"),
             "restarts": self.restarts_before + self.restarts,
+            "actor_restarts": self.actor_restarts,
             "in_flight": self.board.in_flight if last else 0,
             "lags": {str(lag): rows for lag, rows in self.lags.items()},
             "lag_by_row": self.lag_by_row,
@@ -295,5 +297,6 @@ class Ledger:
             "digest": whole if digests else "",
             **({"digests": each} if len(each) > 1 else {}),
             "restarts": restarts,
+            "actor_restarts": self.actor_restarts,
             **self.last_eval,
         }

@@ -274,6 +274,7 @@ class Supervisor:
         if not (run.board.closed and manner == exited(0)):  # else it has left, and its counts stay
             run.ledger.lose_actor(row, self.group.actor_ended(row))
         if not run.board.closed and not (run.board.stopping and manner == NOT_STARTED):
+            run.ledger.actor_restarts += 1
             self.actor_restarts.restart(reason)
             run.log(f"{reason}; it is restarted")
             self.back_off.died(row)

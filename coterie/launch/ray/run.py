@@ -44,7 +44,7 @@ _LEAVE_S = 20.0  # for workers to shut down at the end
 
 _SUMMED = (  # over the sites: totals, and numbers by name
     "env_steps", "env_frames", "learner_steps", "samples_trained", "episodes", "masked_steps", "env_steps_per_s",
-    "envs_replaced", "skipped_batches", "restarts",
+    "envs_replaced", "skipped_batches", "restarts", "actor_restarts",
 )  # fmt: skip
 _SUMMED_BY_NAME = ("rows", "policy_lag", "chaos")
 
