@@ -178,7 +178,9 @@ def checkpoint_of(folder: Path, field: str) -> Path:
     if last is None:
         raise ConfigError(f"{field}: {folder} has no complete checkpoint yet")
     if best is None and read(root, (mark := root / "best.json").exists):
-        raise ConfigError(f"{field}: {mark} names no complete checkpoint of this run; give one yourself, such as {last}")
+        raise ConfigError(
+            f"{field}: {mark} names no complete checkpoint of this run; give one yourself, such as {last}"
+        )
     return (best or last).absolute()
 
 

@@ -296,7 +296,9 @@ def test_best_json_names_a_checkpoint_of_the_same_run_only(foreign):
     for name in ("../elsewhere", str(elsewhere.absolute()), "../..", "..", ".", f"x/../{path.name}"):
         (root / "best.json").write_text(json.dumps({"checkpoint": name, "score": 1.0}))
         assert checkpoint.best(root)[0] is None, name
-        with pytest.raises(coterie.ConfigError, match=r"best\.json names no complete checkpoint .*, such as .*/step_\d+$"):
+        with pytest.raises(
+            coterie.ConfigError, match=r"best\.json names no complete checkpoint .*, such as .*/step_\d+$"
+        ):
             coterie.load(foreign)
     (root / "best.json").write_text(json.dumps({"checkpoint": path.name, "score": 1.0}))
     assert checkpoint.best(root)[0] == path

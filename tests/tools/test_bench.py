@@ -70,13 +70,15 @@ def test_the_cost_of_acting_is_measured_with_the_envs_own_exploration(monkeypatc
 
 def test_the_ceiling_is_that_of_cores_and_of_gpus(monkeypatch):
     monkeypatch.setattr(command, "available_cores", lambda: [0, 1, 2, 3])
-    rates = dict.fromkeys(("env_only", "acting", "training"), 1.0)
+    rates = {"env_only": 4000.0, "acting": 1.0, "training": 1.0}
     one = {**rates, "env": 1e-3, "act": 1e-3, "train": 2e-3}
     for learners, on_gpu, ceiling in (
         ([[one], [one]], [], 1000),
         ([[one], [one]], ["act", "train"], 2e3 / 3),  # each cost includes the wait for the other learner
         ([[one]], ["train"], 500),  # actors
         ([[{**one, "env": 2e-2}]], ["act", "train"], 200),
+        ([[{**one, "env_only": 300.0}]] * 2, [], 600),  # envs that wait
+        ([[{**one, "env_only": 1500.0}]] * 2, [], 1000),  # which are fast enough
     ):
         assert command._sum(learners, on_gpu)["ceiling"].tolist() == [pytest.approx(ceiling)]
 

@@ -35,7 +35,9 @@ _SPREAD = 0.05  # of the ratios of the rounds, below which they have settled
 _ROUNDS = 5  # at least, where the time is enough
 _BURSTS = 6  # of rollouts in a turn
 _SHORTEST_S, _LONGEST = 0.5, 1 / 16  # a turn: in seconds, and as a part of the whole time
+_WAITING = 0.5  # of the cores' time, below which envs that are stepped alone wait: they sleep, or ask another program
 
+_RATES = ("env_only", "acting", "training")
 _CALLS = {"forward": "a forward pass of the policy", "step": "a learner step's gradient"}
 
 Round = dict[str, float]  # rates in env steps/s, and the seconds of a core that an env step costs
@@ -59,6 +61,7 @@ def bench(asked: Config, seconds: float) -> dict[str, Any]:
     rounds = _sum([one["rounds"] for one in found], found[0]["on_gpu"])
     middle = {k: float(np.median(values)) for k, values in rounds.items()}
     parts = {k: middle[k] for k in ("env", "act", "train")}
+    waits = _wait(middle) and middle["ceiling"] == middle["env_only"]
     ratio = rounds["training"] / rounds["ceiling"]
     stages = {k: float(np.mean([one["stages"].get(k, 0.0) for one in found])) for k in found[0]["stages"]}
     pulled = stages.get("pull", 0.0) if len(found) <= len(available_cores()) else 0.0  # else a wait for a shared core
@@ -69,7 +72,7 @@ def bench(asked: Config, seconds: float) -> dict[str, Any]:
         "exchange": config.exchange,
         "learners": len(found),
         "cores": len(available_cores()),
-        **{k: middle[k] for k in ("env_only", "acting", "training", "ceiling")},
+        **{k: middle[k] for k in (*_RATES, "ceiling")},
         "acting_over_env_only": float(np.median(rounds["acting"] / rounds["env_only"])),
         "training_over_env_only": float(np.median(rounds["training"] / rounds["env_only"])),
         "training_over_ceiling": float(np.median(ratio)),
@@ -80,7 +83,7 @@ def bench(asked: Config, seconds: float) -> dict[str, Any]:
         "core_us_per_call": {k: 1e6 * v for k, v in middle.items() if k.startswith(tuple(_CALLS))},
         "stages": {k: round(v, 3) for k, v in stages.items()},
         "exchange_share": (stages.get("exchange", 0.0) + pulled) / max(sum(stages.values()), 1e-9),
-        "bottleneck": max(parts, key=lambda k: parts[k]),
+        "bottleneck": "env, which waits" if waits else max(parts, key=lambda k: parts[k]),
         "rounds": {k: v.tolist() for k, v in rounds.items()},
     }
 
@@ -88,19 +91,26 @@ def bench(asked: Config, seconds: float) -> dict[str, Any]:
 def _sum(learners: list[list[Round]], on_gpu: Sequence[str]) -> dict[str, Any]:
     """The rounds of all learners: summed rates, mean costs of an env step, and the ceiling of each round."""
     by_key = {k: np.array([[one[k] for one in rounds] for rounds in learners]) for k in learners[0][0]}
-    rates = {k: by_key.pop(k).sum(0) for k in ("env_only", "acting", "training")}
-    costs = {k: x.mean(0) for k, x in by_key.items()}
-    return {**rates, **costs, "ceiling": _ceiling(costs, len(learners), on_gpu)}
+    rates = {k: by_key.pop(k).sum(0) for k in _RATES}
+    found = {**rates, **{k: x.mean(0) for k, x in by_key.items()}}
+    return {**found, "ceiling": _ceiling(found, len(learners), on_gpu)}
 
 
-def _ceiling(costs: Mapping[str, Any], learners: int, on_gpu: Sequence[str]) -> Any:
-    """Env steps/s if nothing waited. `on_gpu`: the parts that GPUs do, with waits for other learners in their costs;
-    the cores then have the envs, and actors' acting is left out, as it was measured on a GPU.
+def _wait(found: Mapping[str, Any]) -> Any:
+    return found["env_only"] * found["env"] < _WAITING * len(available_cores())
+
+
+def _ceiling(found: Mapping[str, Any], learners: int, on_gpu: Sequence[str]) -> Any:
+    """Env steps/s if nothing waited but the envs themselves, from a round's rates and costs. `on_gpu`: the parts that
+    GPUs do, with waits for other learners in their costs; the cores then have the envs, and actors' acting is left out,
+    as it was measured on a GPU.
     """
     cores = len(available_cores())
     if on_gpu:
-        return np.minimum(cores / costs["env"], learners / sum(costs[k] for k in on_gpu))
-    return cores / (costs["env"] + costs["act"] + costs["train"])
+        most = np.minimum(cores / found["env"], learners / sum(found[k] for k in on_gpu))
+    else:
+        most = cores / (found["env"] + found["act"] + found["train"])
+    return np.where(_wait(found), np.minimum(most, found["env_only"]), most)
 
 
 def spread(ratio: Any) -> float:
@@ -148,7 +158,9 @@ def _measure(learner: LearnerProcess, seconds: float) -> dict[str, Any]:
                 rates["training"] = training.turn(turn)
                 stages.update(learner.stages.seconds)
                 rounds.append(rates)
-                ratio = [one["training"] / _ceiling(one, learner.config.learners, on_gpu) for one in rounds]
+                n = learner.config.learners  # which all have about this one's rates
+                alike = [{k: v * n if k in _RATES else v for k, v in one.items()} for one in rounds]
+                ratio = [one["training"] / _ceiling(one, n, on_gpu) for one in alike]
                 if rank == 0 and (spread(ratio) < _SPREAD or time.monotonic() > end):
                     board.stop()
                 sync()

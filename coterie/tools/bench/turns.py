@@ -18,9 +18,10 @@ from coterie.acting.base import Acting
 from coterie.acting.table import acting_kind
 from coterie.algorithms.base import AnyBatch
 from coterie.build.factory import acting_policy
+from coterie.build.resources import resolve_resources
 from coterie.envs.make import make_envs
 from coterie.envs.spaces import random_actions
-from coterie.envs.tasks import envs_per_child
+from coterie.envs.tasks import child_env, envs_per_child
 from coterie.exchange.table import exchange_kind
 from coterie.learner import Gradients
 from coterie.learner import learn as train
@@ -65,10 +66,16 @@ class Turn:
 
 
 class EnvOnly:
-    """The learner's envs in one group on the same threads, stepped with precomputed actions."""
+    """The learner's envs in one group, in as many threads as step them in a run, with precomputed actions."""
 
     def __init__(self, learner: LearnerProcess) -> None:
-        config, threads = learner.config, learner.resources.env_threads
+        config, own, processes = learner.config, learner.resources, 1
+        if (kind := acting_kind(config)).has_children:
+            mine, processes = child_env(config, 0, 0)[0], config.actors // config.learners
+            own = resolve_resources(replace(mine, device="cpu"), learner.spec, cores=int(kind.own_policy))
+        # As an env host has it, each group of a child has one for each of its cores.
+        each = -(-own.env_threads // (1 if kind.hosted and not config.env.threads else own.groups))
+        threads = processes * own.groups * each
         env = replace(config.env, delay=0.0)
         self.envs = make_envs(env, config.atari, seed=config.seed, threads=threads, groups=1)
         self.choose = partial(random_actions, learner.spec.action, default_rng(config.seed), config.env.num_envs)
