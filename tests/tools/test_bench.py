@@ -77,8 +77,8 @@ def test_the_ceiling_is_that_of_cores_and_of_gpus(monkeypatch):
         ([[one], [one]], ["act", "train"], 2e3 / 3),  # each cost includes the wait for the other learner
         ([[one]], ["train"], 500),  # actors
         ([[{**one, "env": 2e-2}]], ["act", "train"], 200),
-        ([[{**one, "env_only": 300.0}]] * 2, [], 600),  # envs that wait
-        ([[{**one, "env_only": 1500.0}]] * 2, [], 1000),  # which are fast enough
+        ([[{**one, "env_only": 200.0}]] * 2, [], 400),  # envs that wait
+        ([[{**one, "env_only": 510.0}]] * 2, [], 1000),
     ):
         assert command._sum(learners, on_gpu)["ceiling"].tolist() == [pytest.approx(ceiling)]
 

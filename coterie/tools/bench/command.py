@@ -35,7 +35,7 @@ _SPREAD = 0.05  # of the ratios of the rounds, below which they have settled
 _ROUNDS = 5  # at least, where the time is enough
 _BURSTS = 6  # of rollouts in a turn
 _SHORTEST_S, _LONGEST = 0.5, 1 / 16  # a turn: in seconds, and as a part of the whole time
-_WAITING = 0.5  # of the cores' time, below which envs that are stepped alone wait: they sleep, or ask another program
+_WAITING = 0.5  # of the ceiling of cores: envs that are slower than that alone sleep, or ask another program
 
 _RATES = ("env_only", "acting", "training")
 _CALLS = {"forward": "a forward pass of the policy", "step": "a learner step's gradient"}
@@ -61,7 +61,7 @@ def bench(asked: Config, seconds: float) -> dict[str, Any]:
     rounds = _sum([one["rounds"] for one in found], found[0]["on_gpu"])
     middle = {k: float(np.median(values)) for k, values in rounds.items()}
     parts = {k: middle[k] for k in ("env", "act", "train")}
-    waits = _wait(middle) and middle["ceiling"] == middle["env_only"]
+    waits = np.median(rounds["ceiling"] == rounds["env_only"]) == 1
     ratio = rounds["training"] / rounds["ceiling"]
     stages = {k: float(np.mean([one["stages"].get(k, 0.0) for one in found])) for k in found[0]["stages"]}
     pulled = stages.get("pull", 0.0) if len(found) <= len(available_cores()) else 0.0  # else a wait for a shared core
@@ -96,10 +96,6 @@ def _sum(learners: list[list[Round]], on_gpu: Sequence[str]) -> dict[str, Any]:
     return {**found, "ceiling": _ceiling(found, len(learners), on_gpu)}
 
 
-def _wait(found: Mapping[str, Any]) -> Any:
-    return found["env_only"] * found["env"] < _WAITING * len(available_cores())
-
-
 def _ceiling(found: Mapping[str, Any], learners: int, on_gpu: Sequence[str]) -> Any:
     """Env steps/s if nothing waited but the envs themselves, from a round's rates and costs. `on_gpu`: the parts that
     GPUs do, with waits for other learners in their costs; the cores then have the envs, and actors' acting is left out,
@@ -110,7 +106,7 @@ def _ceiling(found: Mapping[str, Any], learners: int, on_gpu: Sequence[str]) -> 
         most = np.minimum(cores / found["env"], learners / sum(found[k] for k in on_gpu))
     else:
         most = cores / (found["env"] + found["act"] + found["train"])
-    return np.where(_wait(found), np.minimum(most, found["env_only"]), most)
+    return np.where(found["env_only"] < _WAITING * most, found["env_only"], most)
 
 
 def spread(ratio: Any) -> float:
