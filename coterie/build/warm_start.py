@@ -10,16 +10,16 @@ import torch
 
 from coterie.build.factory import make_model
 from coterie.build.policy import WEIGHTS, checkpoint_of, own_checkpoint, weights_of
-from coterie.build.unused import unused
 from coterie.config import Config
 from coterie.errors import ConfigError
 from coterie.models.build import Network
 from coterie.models.heads import NoisyLinear, Normalizer
+from coterie.models.torsos import torsos_of
 from coterie.presets.common import flat
 from coterie.runs import checkpoint
 from coterie.runs.config_io import get
 from coterie.runs.files import read_json
-from coterie.types import Spec
+from coterie.types import MASK, Spec
 
 # Names of a network's tensors that mean an action, and of those whose shapes may depend on the actions.
 _CHOICES = ("policy.", "q.", "log_std")
@@ -27,8 +27,6 @@ _HEADS = (*_CHOICES, "value.")
 # A policy was learned with its normalizers of observations. Those of a small data set (`bc`) would be moved far by the
 # first rollout, and the policy with them.
 _ROWS = 100_000
-# With other values of these the same weights are another policy.
-_MEANING = ("model.activation", "model.clip_last_reward", "q.v_min", "q.v_max")
 
 
 def first_model(config: Config, spec: Spec) -> Network:
@@ -50,11 +48,13 @@ def source_of(folder: Path) -> Path:
 
 def fitting(path: Path, config: Config, spec: Spec) -> Path:
     """The checkpoint at `path`. Raises a `ConfigError` if its weights would be another policy under this config."""
-    there = flat(read_json(path.parent.parent / "config.json", dict) or {})
-    idle = [name for name, _ in unused(_MEANING, config, spec)]
-    for name in _MEANING:
-        same_head = not name.startswith("q.") or there.get("q.atoms") == config.q.atoms
-        if same_head and name not in idle and there.get(name, here := get(config, name)) != here:
+    there, model = flat(read_json(path.parent.parent / "config.json", dict) or {}), config.model
+    if ":" in model.torso + model.network + model.core:  # which read what they like
+        return path
+    torsos = torsos_of({name: obs for name, obs in spec.obs.items() if name != MASK}, model).values()
+    mlp = "mlp" in torsos and config.algorithm != "sac"
+    for name, used in {"model.activation": mlp, "model.clip_last_reward": model.last_action_reward}.items():
+        if used and there.get(name, here := get(config, name)) != here:
             raise ConfigError(f"init_from: {path} was trained with {name} {there[name]}, here it is {here}")
     return path
 

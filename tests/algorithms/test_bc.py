@@ -23,13 +23,13 @@ from coterie.acting.table import ACTING
 from coterie.algorithms.bc import BC, read_steps, returns_of
 from coterie.build.factory import make_model
 from coterie.build.resources import resolve_config
-from coterie.build.warm_start import begin_from
+from coterie.build.warm_start import begin_from, fitting
 from coterie.envs.make import make_spec
 from coterie.envs.spaces import action_map
 from coterie.errors import ConfigError
 from coterie.exchange.table import EXCHANGES
 from coterie.runs import checkpoint
-from coterie.runs.config_io import load_config
+from coterie.runs.config_io import load_config, save_config
 from tests.conftest import make_rollout
 from tests.support.begun import check_begins_with
 from tests.support.commands import run_example
@@ -154,6 +154,28 @@ def test_heads_for_other_actions_are_new_and_another_network_is_refused(tmp_path
             begin_from(tmp_path / "frozen", model, acting == "decoupled")
     (run / "checkpoints").rename(tmp_path / "gone")  # only a new run reads it
     assert coterie.resume(tmp_path / "more", steps=600, quiet=True)["status"] == "finished"
+
+
+CLIPS = {"model.last_action_reward": True, "model.clip_last_reward": False}
+
+
+@pytest.mark.parametrize(
+    ("preset", "env", "there", "here", "refused"),
+    [
+        ("ppo", "CartPole-v1", CLIPS, {"model.last_action_reward": True, "model.clip_last_reward": True}, True),
+        ("ppo", "CartPole-v1", {"model.clip_last_reward": False}, {"model.clip_last_reward": True}, False),  # not seen
+        ("ppo", "Pong-v5", {"model.activation": "relu"}, {"model.activation": "tanh"}, False),  # of an mlp alone
+        ("ppo", "CartPole-v1", {"model.activation": "relu"}, {"model.network": "a.b:C"}, False),
+        ("c51", "CartPole-v1", {"q.v_max": 100.0}, {"q.v_max": 200.0}, False),  # the same order of actions
+    ],
+)
+def test_weights_that_would_be_another_policy_are_refused(preset, env, there, here, refused, tmp_path):
+    path = tmp_path / "checkpoints" / "step_000000000100"
+    save_config(tmp_path / "config.json", presets.make(preset, env=env, **there))
+    config = presets.make(preset, env=env, **here)
+    spec = make_spec(config.env, config.atari)
+    with pytest.raises(ConfigError, match="was trained with model.clip") if refused else nullcontext():
+        assert fitting(path, config, spec) == path
 
 
 @pytest.mark.parametrize(

@@ -166,9 +166,10 @@ def find_runs(given: Iterable[str]) -> list[RecordedRun]:
         stem = re.sub(r"(\.args)?\.(json|txt)$", "", str(folder))
         if folder.is_file() and Path(f"{stem}.args.json").exists():
             continue  # what a sweep wrote beside its folders: the shell's `sweep-*` names it, too
-        inner = [] if (folder / "config.json").exists() else sorted(p.parent for p in folder.glob("*/config.json"))
-        inner = inner or sorted(p.parent for p in folder.glob("*/*/config.json"))  # a folder of sweeps
-        found += [read_run(path) for path in inner or [folder]]
+        runs = {folder: (folder / "config.json").exists()}
+        for below in ("*/config.json", "*/*/config.json"):  # of a sweep, of a folder of sweeps
+            runs |= {p.parent: True for p in sorted(folder.glob(below)) if not runs.get(p.parent.parent)}
+        found += [read_run(path) for path, is_run in runs.items() if is_run] or [read_run(folder)]
     if not found:
         raise ConfigError(f"{folder}: not a run folder")
     seen = [run.folder.resolve() for run in found]

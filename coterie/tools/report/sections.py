@@ -41,9 +41,12 @@ def _envs(methods: Sequence[Method]) -> list[str]:
 
 
 def _drawn(method: Method, env: str) -> list[RecordedRun]:
-    """The finished runs, of which none ends the mean curve early; all of them as long as none is finished."""
+    """The runs that went to their end, of which none cuts the mean curve; without one, those that a callback ended;
+    all as long as none is finished.
+    """
     runs = method.on(env)
-    return [run for run in runs if run.finished] or runs
+    finished = [run for run in runs if run.finished]
+    return [run for run in finished if not run.ended_early] or finished or runs
 
 
 def _repeats(method: Method, env: str) -> bool:
@@ -72,7 +75,7 @@ def returns(methods: Sequence[Method], about: str = "") -> list[Chart]:
                 banded = any(curve.low is not None and np.isfinite(curve.low).any() for curve in curves)
                 text = "Mean over seeds, as far as all of them went; the band is a 95% bootstrap interval of that mean."
                 short = sum(len(method.on(env)) for method in methods) - drawn
-                missing = f" Not drawn: {counted(short, 'run')} that did not finish, or with too few values."
+                missing = f" Not drawn: {counted(short, 'run')} that did not go to their end, or with too few values."
                 found.append(
                     lines(f"{about}{env}: return per {per}", curves, label, unit, text * banded + missing * (short > 0))
                 )
@@ -137,7 +140,7 @@ def aggregates(methods: Sequence[Method]) -> tuple[list[Chart], Table]:
     if left := sum(len(method.runs) for method in methods) - len(done):
         text += f" Left out: {counted(left, 'unfinished run')}."
     if left := sum(not math.isfinite(final_return(run)) for run in done):
-        text += f" Left out: {counted(left, 'run')} in which no episode ended."
+        text += f" Left out: {counted(left, 'run')} without a score: no episode ended, or none of a task."
     if early := sum(run.ended_early for run in done):
         text += f" {counted(early, 'run')} ended before the env steps that were asked for."
     if normalized and alone:

@@ -130,7 +130,7 @@ def _write(order: Order, results: Sequence[ArmResult], missing: Sequence[str]) -
         f"Differences from the paper: {figure.notes(size)}",
     ]
     if unfinished := [str(r.folder) for result in results for r in result.runs if not r.finished]:
-        facts.append(f"Unfinished, drawn as far as they went: {', '.join(unfinished)}.")
+        facts.append(f"Unfinished: {', '.join(unfinished)}.")
     if missing:
         facts.append(f"Failed, not drawn: {', '.join(missing)}.")
     stated = Table("What the paper states", ["", "paper"], figure.stated)

@@ -115,14 +115,17 @@ def test_runs_that_failed_or_ended_early_are_not_taken_for_whole_ones(tmp_path):
     (failed / "metrics.jsonl").write_text("".join((failed / "metrics.jsonl").read_text().splitlines(True)[:3]))
     (failed / "summary.json").write_text('{"status": "failed"}')
     (early / "summary.json").write_text('{"status": "finished", "reason": "should_stop of Best", "env_steps": 600}')
+    (early / "metrics.jsonl").write_text("".join((early / "metrics.jsonl").read_text().splitlines(True)[:3]))
+    record(tmp_path / "alone", "ppo", seed=4, steps=1000)
     (silent / "metrics.jsonl").write_text('{"env_steps": 1000, "seconds": 2.0}\n')
     found = methods(find_runs([str(tmp_path)]))  # two levels above them
-    assert "Not drawn: 2 runs that did not finish, or with too few values" in str(chart := returns(found)[0])
+    assert "Not drawn: 3 runs that did not go to their end, or with too few values" in str(chart := returns(found)[0])
     assert "ppo, 2 seeds" in str(chart)
     text = aggregates(found)[1].text
-    for left in ("1 unfinished run.", "1 run in which no episode ended. 1 run ended before the env steps"):
+    silent_one = "1 run without a score: no episode ended, or none of a task."
+    for left in ("1 unfinished run.", f"{silent_one} 1 run ended before the env steps"):
         assert left in text
-    assert outcomes(found).rows[2][4] == "finished: should_stop of Best"
+    assert outcomes(found).rows[3][4] == "finished: should_stop of Best"
 
 
 def test_the_shares_of_time_are_of_all_time(tmp_path):
