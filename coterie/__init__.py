@@ -64,4 +64,4 @@ if not TYPE_CHECKING:  # which would take any name for one of ours
         raise AttributeError(f"module 'coterie' has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        return __all__
+        return [*__all__, "__version__"]

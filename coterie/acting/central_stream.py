@@ -79,7 +79,7 @@ class EnvStream(ServiceStream):
         first, ended = small["is_first"], small["terminated"] | small["truncated"]
         if (self.ended & ~first).any():
             raise Refused("the row after an episode's end has no is_first: it must be the next episode's first one")
-        if (first & (ended | (small["reward"] != 0))).any():
+        if not self.new and (first & (ended | (small["reward"] != 0))).any():
             raise Refused("a row with is_first has a reward or an end")
         self.ended = ended
         small["is_first"] = first | self.new

@@ -60,7 +60,7 @@ class Policy:
         of sampled actions from now on; after `load` it is the run's.
         """
         if seed is not None:
-            self.player.rng.manual_seed(seed)
+            self.player.rng.manual_seed(_whole("seed", seed, 0))
         if done is not None and len(self._first) and np.shape(done) != self._first.shape:
             raise ConfigError(f"done: one value for each of {len(self._first)} envs is needed, not {np.shape(done)}")
         self._first = np.ones(0, bool) if done is None or not len(self._first) else self._first | (on_host(done) != 0)
@@ -104,11 +104,10 @@ class Policy:
                 raise ConfigError(f"{place}: it holds NaN or infinite numbers")
         if self.spec.masked and not self.spec.legal_rows(obs[MASK]).all():
             raise ConfigError("action_mask: nothing is legal in one of its rows")
-        batch, *more = {len(x) for x in entries(obs).values()}
+        batch, *more = {len(x): key for key, x in entries(obs).items()}
         if more:
-            raise ConfigError(
-                f"obs: its entries have {' and '.join(map(str, (batch, *more)))} rows; each needs the same"
-            )
+            what = "obs and action_mask have" if self._outside else "obs: its entries have"
+            raise ConfigError(f"{what} {' and '.join(map(str, (batch, *more)))} rows; each needs the same")
         if len(self._first) != batch:
             self._first, rng = np.ones(batch, bool), self.player.rng
             self.player = self._new_player(batch)
@@ -117,8 +116,8 @@ class Policy:
             raise ConfigError("reward: this policy needs that of the last step, [B], where episodes go on")
         if (rewards := np.zeros(batch) if reward is None else on_host(reward)).shape != (batch,):
             raise ConfigError(f"reward: [{batch}] is needed, not {list(rewards.shape)}")
-        if not np.isfinite(rewards).all():
-            raise ConfigError("reward: it holds NaN or infinite numbers")
+        if rewards.dtype.kind not in "biuf" or not np.isfinite(rewards).all():
+            raise ConfigError("reward: it holds something else than finite numbers")
         action = self.player.act(obs, self._first, rewards, sampled)
         self._first = np.zeros(batch, bool)
         return self.actions.nested(self.actions.to_env(action))
@@ -131,6 +130,12 @@ class Policy:
         if action_mask is not None and self.spec.masked:
             mask = mask_row(action_mask, self.actions.space, sum(self.actions.spec.sizes))[None]
         return only(self.actions.space, self(batched(obs), reward=rewards, action_mask=mask, sampled=sampled))
+
+
+def _whole(name: str, value: Any, least: int) -> int:
+    if not isinstance(value, Integral) or value < least:
+        raise ConfigError(f"{name}: {value!r} must be a whole number, at least {least}")
+    return int(value)
 
 
 def batched(obs: Any) -> Any:
@@ -218,9 +223,7 @@ def evaluate_run(
     `stop`: called before each env step with the finished episodes and env steps of the present task; True ends all.
     `trust`, `new`: see `load`.
     """
-    for name, value, least in (("episodes", episodes, 1), ("seed", seed, 0)):
-        if not isinstance(value, Integral) or value < least:
-            raise ConfigError(f"{name}: {value!r} must be a whole number, at least {least}")
+    episodes, seed = _whole("episodes", episodes, 1), _whole("seed", seed, 0)
     policy = load(folder, learner, trust=trust, **new)
     trial = Trial(episodes, sampled, seed, episodes * _LONGEST_EPISODE, stop)
     scores = evaluate(policy.algorithm, policy.model, policy.config, trial)

@@ -276,7 +276,7 @@ class Envs:
 
     def close(self) -> None:
         for backend in self._backends:
-            with suppress(Exception):  # the work is done, or has failed for another reason
+            with suppress(Exception, SystemExit):  # the work is done, or has failed for another reason
                 backend.close()
 
     def __enter__(self) -> Envs:

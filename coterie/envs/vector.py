@@ -99,7 +99,7 @@ def together_declared(env: config.Env) -> Declared:
 def _declared(env: config.Env) -> Declared:
     """The same, found by making one of them, once for each simulator."""
     made = make_together(env, [0])
-    with suppress(Exception), time_limit(CLOSE_S, "close() did not end"):  # it was of use
+    with suppress(Exception, SystemExit), time_limit(CLOSE_S, "close() did not end"):  # it was of use
         made.close()
     return made.declared
 

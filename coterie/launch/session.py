@@ -262,7 +262,7 @@ def _run_here(run: Coordinator, learner: LearnerProcess, callbacks: Sequence[Giv
     def close() -> None:
         try:
             learner.close()
-        except Exception as error:  # of the user's own parts: it must not hide how the run ended
+        except (Exception, SystemExit) as error:  # of the user's own parts: it must not hide how the run ended
             run.log(f"a part of the run cannot be closed: {one_line(error)}")
         finally:
             unwatched()

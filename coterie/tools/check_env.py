@@ -104,7 +104,10 @@ def _check(env: Env, steps: int, render: bool, alive: Callable[[], None] = lambd
         with closing(copy(render)) as played, closing(copy()) as one, closing(copy()) as other:
             facts += _random_steps(played, max(1, steps), spec.max_episode_steps, mend, alive)
             if render:
-                facts.append(f"render: frames of {played.render().shape}")
+                try:
+                    facts.append(f"render: frames of {played.render().shape}")
+                except ConfigError as error:
+                    mend["render"] = str(error)
             for k, (a, b) in enumerate(zip(islice(_play(one, alive), _SAME), _play(other, alive), strict=False)):
                 if any(x.tobytes() != y.tobytes() for x, y in zip(a.rows(), b.rows(), strict=True)):
                     when = f"differ after {k} equal actions" if k else "begin differently"

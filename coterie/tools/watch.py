@@ -19,7 +19,7 @@ from coterie.extras import needs
 from coterie.plugins import NameOrObject, in_one_line, label
 from coterie.runs.files import discard, unlinked
 
-_VIDEOS = (".mp4", ".gif", ".avi", ".mkv", ".mov", ".webm")
+_VIDEOS = (".mp4", ".gif", ".avi", ".mkv", ".mov")
 _FPS = 30
 _MOST_FRAMES = 27_000
 
@@ -38,7 +38,7 @@ def watch(
     draft = unlinked(path.parent / f".{path.name}")
     if path.is_dir():
         raise ConfigError(f"--out: {path} is a folder")
-    if path.suffix not in _VIDEOS:
+    if path.suffix.lower() not in _VIDEOS:
         raise ConfigError(f"--out: {path} must end in .mp4 or .gif")
     first = tasks(policy.config.env.id)[0]
     config = task_config(policy.config, first)  # the first of several tasks

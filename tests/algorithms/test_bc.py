@@ -174,7 +174,7 @@ def test_weights_that_would_be_another_policy_are_refused(preset, env, there, he
     save_config(tmp_path / "config.json", presets.make(preset, env=env, **there))
     config = presets.make(preset, env=env, **here)
     spec = make_spec(config.env, config.atari)
-    with pytest.raises(ConfigError, match="was trained with model.clip") if refused else nullcontext():
+    with pytest.raises(ConfigError, match=r"was trained with model\.clip") if refused else nullcontext():
         assert fitting(path, config, spec) == path
 
 

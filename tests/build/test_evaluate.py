@@ -213,7 +213,7 @@ def test_a_recurrent_policy_outside_of_training_keeps_and_resets_its_state(tmp_p
     for given, says in (
         ({}, "reward: this policy needs that of the last step"),
         ({"reward": np.zeros(2)}, r"reward: \[3\] is needed, not \[2\]$"),
-        ({"reward": np.full(3, np.inf)}, "reward: it holds NaN or infinite numbers"),
+        ({"reward": np.full(3, np.inf)}, "reward: it holds something else than finite numbers"),
         ({"action_mask": np.ones((3, 2)), **last}, "action_mask: the env of this policy has none"),
     ):
         with pytest.raises(ConfigError, match=f"^{says}"):

@@ -73,6 +73,24 @@ def test_an_agent_whose_episode_has_ended_is_gone_although_the_env_lists_it() ->
     check_crowd(seen)
 
 
+class Reviving(Crowd):
+    """Agent 1, which leaves at step 2, is back at step 3."""
+
+    def step(self, actions):
+        answer = super().step(actions)
+        if self.steps == 3:
+            self.agents.insert(1, "agent_1")
+            answer[0].update(self._see(["agent_1"]))
+            answer[4]["agent_1"] = {}
+        return answer
+
+
+def test_an_agent_that_comes_back_begins_another_episode() -> None:
+    with make(f"{__name__}:Reviving", 2, kwargs={"lives": [[0, 9], [0, 2]]}, max_episode_steps=5) as envs:
+        seen = play(envs, 12)
+    assert [pattern(seen, i) for i in range(2)] == ["F....TF....TF", "F.TF.TF.TF.TF"]
+
+
 def test_an_evaluation_ends_though_an_agent_never_appears() -> None:
     lives = json.dumps({"lives": [[0, 5], [9, 12]]})
     config = resolve_config(make_config(**{"env.id": CROWD, "env.kwargs": lives, "env.num_envs": 2}))

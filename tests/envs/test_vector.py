@@ -18,6 +18,7 @@ from gymnasium.wrappers import TimeLimit
 
 import coterie
 from coterie import config
+from coterie.envs import vector
 from coterie.envs.backend import StepResults
 from coterie.envs.make import make_envs, make_spec
 from coterie.envs.testing import Catch
@@ -56,8 +57,10 @@ def clipped(action: Any) -> Any:
     return (4 * action.clip(-1, 1) + 2).sum(-1)
 
 
-def test_an_error_of_close_hides_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vectors.Counting, "close", lambda self: 1 / 0)
+@pytest.mark.parametrize("breaks", [lambda env: 1 / 0, lambda env: sys.exit(4)])
+def test_an_error_of_close_hides_no_other_one(breaks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vectors.Counting, "close", breaks)
+    vector._declared.cache_clear()
     with make(COUNTING, 2, backend="vector") as envs:
         play(envs, 2)
 
