@@ -65,6 +65,24 @@ class Turn:
             self.steps, self.ends = 0, self.ends[-1:]
 
 
+class ProcessorClock:
+    """Processor time of this process and of the worker processes that it has when the clock is made."""
+
+    def __init__(self) -> None:
+        self.workers = psutil.Process().children(recursive=True)
+        self.begin = 0.0
+        self.begin = self.seconds()
+
+    def seconds(self) -> float:
+        """Since the clock was made."""
+        used = time.process_time()
+        for worker in self.workers:
+            with suppress(psutil.NoSuchProcess):  # replaced
+                times = worker.cpu_times()
+                used += float(times.user + times.system)
+        return used - self.begin
+
+
 class EnvOnly:
     """The learner's envs in one group, in as many threads as step them in a run, with precomputed actions."""
 
@@ -81,26 +99,17 @@ class EnvOnly:
         self.choose = partial(random_actions, learner.spec.action, default_rng(config.seed), config.env.num_envs)
         self.actions = cycle([self.choose() for _ in range(64)])
         self.masked, self.seen = learner.spec.masked, self.envs.recv(0)
-        self.workers = psutil.Process().children(recursive=True)
+        self.clock = ProcessorClock()
 
     def turn(self, seconds: float) -> tuple[float, float]:
         """Env steps/s, and the processor's seconds for each, of all threads and worker processes."""
-        before = self._processor_s()
+        before = self.clock.seconds()
         turn = Turn(seconds)
         while not turn.over:
             self.envs.send(0, self.choose(self.seen.obs) if self.masked else next(self.actions))
             self.seen = self.envs.recv(0)
             turn.count(int((~self.seen.is_first).sum()))
-        return turn.rate, (self._processor_s() - before) / max(1, turn.steps)
-
-    def _processor_s(self) -> float:
-        """Processor time that this process and its worker processes have used, in seconds."""
-        used = time.process_time()
-        for worker in self.workers:
-            with suppress(psutil.NoSuchProcess):  # replaced
-                times = worker.cpu_times()
-                used += float(times.user + times.system)
-        return used
+        return turn.rate, (self.clock.seconds() - before) / max(1, turn.steps)
 
 
 class Training:

@@ -53,7 +53,7 @@ class SimActing(ABC):
         return batch
 
     def env_seconds(self, steps: int) -> list[float]:
-        """Gamma distributed core-seconds of env steps."""
+        """Gamma distributed seconds of env steps."""
         mean, cv = self.costs.env.each, self.services.env_cv
         if cv == 0 or mean == 0:
             return [mean] * steps
@@ -64,7 +64,13 @@ class SimActing(ABC):
         loads = [0.0] * min(self.layout.env_threads, envs)
         for seconds in self.env_seconds(envs):
             heapq.heapreplace(loads, loads[0] + seconds)
-        return self.sim.all_of([cores.work(x, "env") for x in loads])
+        return self.sim.all_of([self.sim.process(self.env(cores, x)) for x in loads])
+
+    def env(self, cores: Cores, seconds: float, threads: int = 1) -> Process:
+        """Env steps in a row, whose waits are spread over `threads`."""
+        waits = self.services.env_waits
+        yield cores.work(seconds * (1 - waits), "env")
+        yield self.sim.timeout(seconds * waits / threads)
 
     def send(self, place: ProducerLocation, envs: float, size: float) -> Process:
         """A message from a producer: both ends spend time on it; the learner handles messages one at a time."""
@@ -136,7 +142,7 @@ class SimDecoupled(SimActing):
             if down is not None:
                 yield down.send(self.services.weight_bytes if version > held_version else 0)
             held_version = version
-            yield place.cores.work(sum(self.env_seconds(rows)), "env")
+            yield from self.env(place.cores, sum(self.env_seconds(rows)), lay.env_threads * lay.groups)
             yield place.cores.work(acting + costs.unroll(lay.width), "act")
             if down is not None:
                 yield from self.send(place, rows, self.services.obs_bytes * rows)

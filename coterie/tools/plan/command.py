@@ -144,6 +144,7 @@ def _about(config: Config, services: Services, h: Hardware) -> str:
     beside += f"; {1e3 * h.latency:g} ms apart" if h.hosts or h.machines > 1 else ""
     c = services.costs
     env, act, train = (f"{1e6 * line.each:.1f} (+ {1e6 * line.fixed:.0f} a call)" for line in (c.env, c.act, c.train))
+    env += f", {services.env_waits:.0%} of which it waits" * (services.env_waits > 0)
     doubt = "\nToo short a measurement: give a larger --seconds, on an idle machine" * (0 in (c.act.each, c.train.each))
     return (
         f"{config.preset} on {config.env.id}; {counted(h.machines, 'machine')} of learners: {h.cores} cores, "

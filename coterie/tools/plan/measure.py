@@ -99,6 +99,7 @@ def measure(config: Config, seconds: float) -> Services:
         costs=costs,
         accelerator=_costs(first["gpu"], on_gpu, spec, beside, wire) if first["gpu"] else None,
         env_cv=min(2.0, first["deviation"] / costs.env.each) if costs.env.each else 0.0,
+        env_waits=first["waits"],
         action_repeat=spec.action_repeat,
         valid=min(1.0, float(np.mean([turn["valid"] for turn in turns]))),
         obs_bytes=obs_bytes,

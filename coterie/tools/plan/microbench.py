@@ -17,12 +17,13 @@ from coterie.envs.make import make_envs
 from coterie.envs.spaces import random_actions
 from coterie.exchange.table import exchange_kind
 from coterie.roles.learner_process import LearnerProcess
-from coterie.tools.bench.turns import Training
+from coterie.tools.bench.turns import ProcessorClock, Training
 from coterie.types import Post, Spec
 
 _ROUNDS = 3
 _STEPS = 20  # of each exchange
 _TURNS = 2 * _ROUNDS + 2  # that the time is for
+_WAITING = 0.5  # of an env's step
 PATIENCE_S = 600.0
 
 Turn = dict[str, float]  # seconds of each part, and what was done in them
@@ -44,9 +45,8 @@ def measure_process(
         }
         sync()
         if rank == 0:
-            found |= {
+            found |= _one_env(configs[1], learner.spec, turn / 2) | {
                 "weight_bytes": 4.0 * len(learner.params.data),
-                "deviation": _deviation(configs[1], learner.spec, turn / 2),
                 "gpu": _gpu(configs, turn) if torch.cuda.is_available() else None,
             }
         sync()
@@ -118,13 +118,15 @@ def _exchange(learner: LearnerProcess, kind: str, links: ProcessContext, sync: C
     return took
 
 
-def _deviation(config: ResolvedConfig, spec: Spec, seconds: float) -> float:
-    """Standard deviation of one env's step in seconds, without the slowest hundredth: interruptions by others."""
+def _one_env(config: ResolvedConfig, spec: Spec, seconds: float) -> dict[str, float]:
+    """Standard deviation of one env's step in seconds, without the slowest hundredth: interruptions by others. And the
+    share of it in which no core works, where that is most of it: else it is what messages between processes take.
+    """
     rng, agents = np.random.default_rng(0), spec.agents
     envs = make_envs(replace(config.env, num_envs=agents, decorrelate=0), config.atari, seed=1)
     took = list[float]()
     try:
-        seen = envs.recv(0)
+        seen, clock = envs.recv(0), ProcessorClock()
         end = time.perf_counter() + seconds
         while time.perf_counter() < end or len(took) < 20:
             action = random_actions(spec.action, rng, agents, seen.obs)
@@ -132,9 +134,12 @@ def _deviation(config: ResolvedConfig, spec: Spec, seconds: float) -> float:
             envs.send(0, action)
             seen = envs.recv(0)
             took.append(time.perf_counter() - begin)
+        used = clock.seconds()
     finally:
         envs.close()
-    return float(np.std(np.sort(took)[: max(2, len(took) * 99 // 100)]))
+    waits = 1 - used / sum(took)
+    usual = np.sort(took)[: max(2, len(took) * 99 // 100)]
+    return {"deviation": float(np.std(usual)), "waits": waits if waits > _WAITING else 0.0}
 
 
 def _gpu(configs: list[ResolvedConfig], turn: float) -> list[Turn]:

@@ -29,7 +29,7 @@ def ceiling(layout: RunLayout, services: Services) -> float:
     computes, steps = "gpus" if layout.gpus else "cores", "hosts" if layout.hosts else "cores"
     counts = {"cores": h.machines * h.cores, "gpus": h.machines * layout.gpus, "hosts": layout.hosts * h.host_cores}
     work = dict.fromkeys(counts, 0.0)
-    work[steps] += costs.env.each
+    work[steps] += costs.env.each * (1 - services.env_waits)
     work[steps if kind.own_policy else computes] += (costs if kind.own_policy else chip).act(envs) / envs
     work[computes] += train
     return min((counts[k] / x for k, x in work.items() if x), default=math.inf) * services.valid

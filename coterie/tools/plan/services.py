@@ -49,6 +49,7 @@ class Services:
 
     costs: Costs
     env_cv: float = 0.0  # of one env's step
+    env_waits: float = 0.0  # share of that step in which it needs no core: it sleeps, or asks another program
     action_repeat: int = 1  # frames for each env step
     valid: float = 1.0  # share of rows that count: the others restart an env
     obs_bytes: float = 0.0  # of one env's observation

@@ -44,6 +44,18 @@ def test_two_groups_hide_the_shorter_of_env_and_forward():
     assert simulate(one, services(BARE)).env_steps_per_s == pytest.approx(4 / 0.022, rel=0.02)
 
 
+def test_envs_that_wait_leave_the_core_to_others():
+    """A step of 10 ms needs a core for 1 ms of it; a forward takes 2."""
+    waits = services(BARE, env_waits=0.9)
+    own = layout(width=4, batch=4, env_threads=4, unroll=100)
+    assert simulate(own, waits).env_steps_per_s == pytest.approx(4 / (4 * 0.001 + 0.009 + 0.002), rel=0.01)
+    actors = layout("decoupled", hardware=TWO, producers=2, width=4, batch=8, env_threads=2)  # unrolls of 4 steps
+    found = simulate(actors, waits)
+    assert found.env_steps_per_s == pytest.approx(2 * 16 / (16 * (0.001 + 0.009 / 2) + 4 * 0.002), rel=0.01)
+    assert found.env_steps_per_s < ceiling(actors, waits)
+    assert found.bottleneck.startswith("waiting")
+
+
 def test_two_hogwild_learners_are_one_update_stale():
     result = simulate(layout("inline", "hogwild", TWO, learners=2), services(env_cv=0.1))
     assert result.stale_mean == pytest.approx(1.0, abs=0.1)  # the other one updates once meanwhile
