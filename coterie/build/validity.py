@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from bisect import bisect_left
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -23,10 +26,12 @@ from coterie.models.mlp import scale_of
 from coterie.models.torsos import FOR_IMAGES
 from coterie.models.tryout import try_out
 from coterie.plugins import FIELDS, check_own, in_one_line, label
+from coterie.runs import config_io
 from coterie.runs.config_io import TYPES, get, shown
 from coterie.types import ActionSpec, ObsSpec, Spec
 from coterie.wire.auth import without_keys
 
+_NEAR = 100  # for numbers in place of a refused one
 LAUNCHES: tuple[str, ...] = get_args(TYPES["launch"])
 
 
@@ -125,17 +130,46 @@ def room_of(config: ResolvedConfig) -> int:
     return replay_size(config)[0] if algorithm_class(config).has_replay else sys.maxsize
 
 
+def _refusals(config: Config) -> tuple[Refusal, ...]:
+    choices = exchange_kind(config), acting_kind(config), algorithm_class(config)
+    return (*(one for choice in choices for one in choice.refusals), *REFUSALS)
+
+
+def _nearest(field: str, config: ResolvedConfig, spec: Spec) -> str:
+    """Of a refused whole number: the nearest ones that nothing refuses, at least 1, as the end of a line."""
+    if type(here := get(config, field)) is not int:
+        return ""
+
+    def fits(value: int) -> bool:
+        section, _, name = field.rpartition(".")
+        part = replace(getattr(config, section), **{name: value}) if section else None
+        other = replace(config, **{section: part} if section else {name: value})
+        with suppress(ArithmeticError, ConfigError):
+            return not any(one.applies(other, spec) for one in _refusals(other)) and bool(
+                config_io.replace(config, {field: value})  # within the field's range
+            )
+        return False
+
+    below = next((x for x in range(here - 1, max(0, here - _NEAR), -1) if fits(x)), None)
+    above = next((x for x in range(here + 1, here + _NEAR) if fits(x)), None)
+    if below is above is None and (far := next((2**k for k in range(40) if 2**k > here and fits(2**k)), None)):
+        above = bisect_left(range(far), True, here, key=fits)  # a least number
+    found = [str(x) for x in (below, above) if x is not None]
+    return f"; nearest: {' or '.join(found)}" * bool(found)
+
+
 def check(config: ResolvedConfig, spec: Spec) -> None:
     """Raise a one-line `ConfigError` for a combination that cannot work."""
-    choices = exchange_kind(config), acting_kind(config), algorithm_class(config)
     algorithm_class(config).read_settings(config)
-    for refusal in (*(one for choice in choices for one in choice.refusals), *REFUSALS):
+    for refusal in _refusals(config):
         if refusal.applies(config, spec):
             memory = "model.network" if config.model.network else "model.core"
             field = refusal.field.replace("ACTING", config.acting).replace("MEMORY", memory)
             reason = refusal.reason.replace("ACTING", config.acting).replace("ALGORITHM", label(config.algorithm))
             value = f"{shown(get(config, field))} " if field in TYPES else ""  # a registered acting has no section
-            raise ConfigError(f"{field}: {value}{reason}")
+            stated = not value or re.match(r"must be (at least )?\d", reason)
+            near = "" if stated else _nearest(field, config, spec)
+            raise ConfigError(f"{field}: {value}{reason}{near}")
     if 0 < config.max_lag < (least := acting_kind(config).least_lag(config, updates_of(config))):
         raise ConfigError(f"max_lag: {config.max_lag} must be at least {least} for this layout, or 0 for no such limit")
     check_own(config)

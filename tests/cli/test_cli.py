@@ -23,7 +23,7 @@ from coterie.cli.main import main
 from coterie.envs.make import make_spec
 from coterie.errors import ConfigError
 from coterie.exchange.table import EXCHANGES
-from coterie.runs.config_io import get
+from coterie.runs.config_io import get, replace
 
 
 def run(capsys, *args: str) -> tuple[int, str, str]:
@@ -192,7 +192,10 @@ def test_each_refusal_is_the_one_line_for_a_config_that_meets_it(refusal):
     memory = "model.network" if bad.model.network else "model.core"
     field = refusal.field.replace("ACTING", bad.acting).replace("MEMORY", memory)
     reason = refusal.reason.replace("ACTING", bad.acting).replace("ALGORITHM", bad.algorithm)
-    assert str(error.value) == f"{field}: {get(resolve_config(bad), field)!r} {reason}"
+    said, _, nearest = str(error.value).partition("; nearest: ")
+    assert said == f"{field}: {get(resolve_config(bad), field)!r} {reason}"
+    for number in filter(None, nearest.split(" or ")):
+        validity.check(resolve_config(replace(bad, {field: int(number)})), make_spec(bad.env, bad.atari))
     assert re.fullmatch(r"(must|needs|cannot) .*", refusal.reason)  # a sentence about the value, on one line
 
 
