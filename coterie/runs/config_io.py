@@ -61,7 +61,8 @@ def _nearest(name: str) -> str:
     if inside:
         return f"; the fields of {name} are {', '.join(inside)}"
     tail = [f for f in TYPES if f.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]]
-    first = [f for f in PEERS.get(name.rsplit(".", 1)[-1], ()) if f not in tail] + tail
+    peers = PEERS.get(name.rsplit(".", 1)[-1])
+    first = [peers, *tail] if peers and peers not in tail else tail
     found = (first + [f for f in difflib.get_close_matches(name, TYPES, 3, 0.6) if f not in first])[:3]
     are = "is" if len(found) == 1 else "are"
     return f"; the nearest {are} {', '.join(found)}" if found else "; `coterie train PRESET --help` lists them"
