@@ -29,6 +29,7 @@ from league_entries import ROOT, Entry, Record, entries
 from coterie.acting.table import acting_kind
 from coterie.cli.options import config_of
 from coterie.parallel.hardware import available_cores
+from coterie.runs.machine import processor
 from coterie.tools.job import complete
 from coterie.tools.report.runs import RecordedRun, read_run
 
@@ -75,7 +76,7 @@ def train(entry: Entry, folder: Path) -> Record:
     """Run an entry to its end. Raises `CalledProcessError` where the run is stopped or fails."""
     if entry.method.startswith("sb3-"):
         found: Record = json.loads(call([str(SB3), *entry.command[1:]], quiet=True).splitlines()[-1])
-        return found
+        return {**found, "machine": {"processor": processor(), **found["machine"]}}
     about, wanted = folder.with_name(f"{folder.name}.txt"), f"{entry.typed}\n{json.dumps(entry.settings)}\n"
     known = about.read_text() if about.exists() else "a command that is not known"
     if folder.exists() and known != wanted:

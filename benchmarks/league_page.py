@@ -36,10 +36,9 @@ CONDITIONS = """## Conditions
 - Seconds: median wall-clock of training at idle priority on one or two cores, beside other work that differed from run
   to run, and some runs were paused: an upper bound. What was reached in the same time compares as loosely; speeds
   under equal conditions are [on another page](../benchmarks/speed.md). Machine: cores and processor, from 25 November
-  2026 on.
+  2026 on, of peers from December on; "AMD EPYC" without a family may be Zen 3, 4 or 5, whose speeds differ by up to 2.
 - Coterie: EnvPool, fp32 for vectors, the learners, actors and envs that a preset has on two cores, and but for the
-  group "Memory" the preset's defaults. On MountainCar `a3c` repeats each action six times, and `dqn`, `rainbow` and
-  `seed-r2d2` four times; a repeated action counts as one env step.
+  group "Memory" the preset's defaults. "x4" behind env steps: each repeats its action four times, and counts once.
 - Rows of `sb3_league.py`: Stable-Baselines3 with its library defaults and one gymnasium env, not tuned for the task.
   Coterie's presets have settings of our own for vectors, so this does not compare the two implementations. SAC has the
   same hyperparameters in both, but starts to train after 10,000 env steps in Coterie, after 100 there.
@@ -164,11 +163,12 @@ def rows(methods: Group) -> list[str]:
         "command", "seeds", "env steps", "score", "interval", "lowest seed", "human = 1", "seconds", "machine"
     )
     for method in sorted(done, key=lambda name: -interquartile_mean(returns(done[name]))):
-        records = done[method]
+        records, first = done[method], methods[method][0][0]
         human = [x for record in records if (x := record["score"].get("human_normalized")) is not None]
         steps, seconds = (f"{middle(records, key):,.0f}" for key in ("steps", "seconds"))
+        repeat = dict(first.settings or {}).get("env.action_repeat", 1)
+        steps += f" (x{repeat})" if repeat > 1 else ""
         normal = f"{interquartile_mean(np.array(human)):.2f}" if human else ""
-        first = methods[method][0][0]
         score, lowest = measured([returns(records)]), f"{min(returns(records)):.1f}" if len(records) > 1 else ""
         lines.append(row(command(first), len(records), steps, *score, lowest, normal, seconds, machines(records)))
     for entry, record in (pair for runs in methods.values() for pair in runs):
@@ -191,14 +191,22 @@ def missing(group: str, env: str, methods: Group) -> list[str]:
     return ["", f"Runs left: {', '.join(texts)}."] if texts else []
 
 
+def paused(record: Record) -> bool:
+    """Whether a run stood still between two points of its curve: for a minute, and five times as long as usual."""
+    gaps = np.diff([x[1] for x in record["curve"]])
+    return len(gaps) > 0 and bool(gaps.max() > max(60.0, 5 * np.median(gaps)))
+
+
 def same_time(methods: Group) -> list[str]:
-    """What each method had reached when the first run of a peer was done."""
-    done = {method: records for method, runs in methods.items() if (records := finished(runs))}
+    """What each method had reached when the first run of a peer was done, without runs that were paused."""
+    whole = {method: [x for x in finished(runs) if not paused(x)] for method, runs in methods.items()}
+    done = {method: records for method, records in whole.items() if records}
     peers = {method for method in done if method.startswith("sb3-")}
     if not peers or len(peers) == len(done):
         return []
     end = min(record["seconds"] for method in peers for record in done[method])
-    lines = ["", f"After {end:,} seconds, when the first run of a peer was done (or before, at a run's own end):\n"]
+    lines = ["", f"After {end:,} seconds, when the first run of a peer was done (or before, at a run's own end); beside "
+             "other work, without runs that were paused:\n"]  # fmt: skip
     lines += table("method", "seeds", "env steps", "return of training episodes", "machine")
     found = []
     for method, records in done.items():

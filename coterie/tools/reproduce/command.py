@@ -118,7 +118,8 @@ def _write(order: Order, results: Sequence[ArmResult], missing: Sequence[str]) -
     figure, size, folder = order.figure, order.size, order.folder
     drawn = draw(figure, results, size)
     runs = [Method(named(result.arm), result.runs) for result in results if result.runs]
-    envs = ", ".join(dict.fromkeys(env for result in results for env in result.envs)) or ", ".join(size.envs)
+    named_envs = [env for result in results for envs in result.envs for env in envs.split(",")]  # or several tasks
+    envs = ", ".join(dict.fromkeys(named_envs)) or ", ".join(size.envs)
     seeds = f"{size.seeds} seed{'s' * (size.seeds > 1)}"
     each = f"{size.steps:,} env steps of each run, {seeds}" if size.steps else f"{size.seconds:g} s of each measurement"
     verdict, checks = decide(figure, results, size)
