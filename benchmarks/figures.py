@@ -27,12 +27,12 @@ states. Machine: 2 CPU cores, no GPU. Most budgets are small, on environments th
 
 Each figure has a claim of its paper, and a verdict on it: `agrees`, `differs` or `undecided` (these runs cannot tell).
 The rule was written on 25 November 2026, before the runs that it is applied to. A check of a claim compares two sides
-on one environment. It holds if each side has at least three runs and every run of the one side is better than every
-run of the other, which happens by chance once in 20 with three runs a side; it is reversed if the same is true the
-other way round. Where a claim says "no less", equal runs hold, too, and a limit holds if every run keeps it. Four
-figures that agree were undecided with fewer env steps. A figure agrees if all its checks hold, and differs if any is reversed. Where an environment only
-stands in for the paper's, that is about the direction on the stand-in: it neither confirms nor refutes a claim about
-49 Atari games. [The guide](../guides/reproduce.md#verdicts) has the details.
+on one environment. It holds if each side has at least three runs and every run of the one side is better than every run
+of the other, which happens by chance once in 20 with three runs a side; it is reversed if the same is true the other
+way round. Where a claim says "no less", equal runs hold, too, and a limit holds if every run keeps it. Four figures
+that agree were undecided with fewer env steps. A figure agrees if all its checks hold, and differs if any is reversed.
+Where an environment only stands in for the paper's, that is about the direction on the stand-in: it neither confirms
+nor refutes a claim about 49 Atari games. [The guide](../guides/reproduce.md#verdicts) has the details.
 
 Of all runs the repository has the numbers in the tables, not the curves.
 

@@ -205,8 +205,8 @@ def same_time(methods: Group) -> list[str]:
     if not peers or len(peers) == len(done):
         return []
     end = min(record["seconds"] for method in peers for record in done[method])
-    lines = ["", f"After {end:,} seconds, when the first run of a peer was done (or before, at a run's own end); beside "
-             "other work, without runs that were paused:\n"]  # fmt: skip
+    when = f"After {end:,} seconds, when the first run of a peer was done (or before, at a run's own end)"
+    lines = ["", f"{when}; beside other work, without runs that were paused:\n"]
     lines += table("method", "seeds", "env steps", "return of training episodes", "machine")
     found = []
     for method, records in done.items():

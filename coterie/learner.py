@@ -97,7 +97,7 @@ class Progress:
     def count(self, batch: AnyBatch) -> None:
         """Count a learner step and add up its metrics."""
         self.learner_steps += 1
-        self.samples_trained += batch.count
+        self.samples_trained += int(batch.count)  # a user's may be a tensor
         if not math.isfinite(batch.metrics.get("grad_norm", 0.0)):
             return  # a skipped batch is not in the means
         self.batches += 1
@@ -125,6 +125,7 @@ class Gradients:
     def compute(self, algorithm: Algorithm[BatchPart], batch: Batch[BatchPart]) -> dict[str, float]:
         """Add the batch's gradient to `params.grad`, and set its priorities; returns means over its valid rows."""
         ways, loss = len(self.models), algorithm.loss
+        self.params.check_views()
         if loss not in self.recorded:
             self.recorded[loss] = Graphed(partial(self._backward, loss), self.record, loss)
         backward = self.recorded[loss]
@@ -176,11 +177,14 @@ def take_step(exchange: Exchange, params: FlatParams, metrics: dict[str, float],
     if odd := [name for name, v in metrics.items() if not math.isfinite(v)]:
         params.grad.fill_(math.nan)  # reject a non-finite loss even if its gradient is finite
     try:
-        return exchange.step(params, lr)
+        norm = exchange.step(params, lr)
     except CoterieError as error:
         shown = ", ".join(f"{k} {v:.4g}" for k, v in metrics.items())
         reason = f"{odd[0]} is not finite" if odd and isinstance(error, NonFinite) else error
         raise type(error)(f"{reason} at {where} ({shown})") from None
+    if not isinstance(norm, float | int | Tensor):
+        raise CoterieError(f"exchange: step must return the norm of the gradient, not {norm!r:.40}")
+    return norm
 
 
 @dataclass
@@ -224,6 +228,8 @@ def learn(parts: LearnerParts, on_rollout: Callable[[Rollout], bool]) -> None:
                 observer.gradient(progress.env_steps, algorithm, batch)
             where = f"learner step {progress.learner_steps + 1}"
             batch.metrics["grad_norm"] = take_step(exchange, params, batch.metrics, lr, where)
+            if progress.learner_steps == 0 and bool(params.grad.any()):
+                raise CoterieError("exchange: step must set params.grad to zero; gradients are added to it")
             for observer in parts.observers:
                 observer.step()
             algorithm.after_step(model, batch)

@@ -20,6 +20,7 @@ from torch import Tensor
 from coterie.algorithms.base import ON_CPU, AlgorithmBase, Batch, Compute, Loss, slices
 from coterie.algorithms.replay_size import fits_gpu, replay_capacity
 from coterie.config import Config, ResolvedConfig
+from coterie.errors import ConfigError
 from coterie.models.base import Model
 from coterie.parallel.graphs import Graphed
 from coterie.replay.priority import Picks, rng_state, set_rng_state
@@ -240,7 +241,9 @@ class ReplayLearning(AlgorithmBase, ABC, Generic[R]):
     def after_step(self, model: Model, batch: Batch[ReplayBatch[R]]) -> None:
         """Write the errors of the batch as the priorities of its samples."""
         assert self.replay is not None and isinstance(batch, ReplayBatch)  # noqa: PT018
-        if self.config.replay.alpha and batch.priority is not None:
+        if self.config.replay.alpha:
+            if batch.priority is None or batch.priority.shape != batch.rows.picks.index.shape:
+                raise ConfigError("algorithm: loss must return a priority for each sample, or set replay.alpha 0")
             self.replay.priorities.update(batch.rows.picks, batch.priority.double().cpu().numpy())
 
     def gauges(self) -> dict[str, float]:

@@ -50,7 +50,16 @@ def seed_for(seed: int, *key: int) -> int:
     return int(np.random.SeedSequence(seed, spawn_key=key).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
-ENV_SEED, POLICY_SEED, BATCH_SEED, EVAL_SEED = range(4)
+ENV_SEED, POLICY_SEED, BATCH_SEED, EVAL_SEED, GLOBAL_SEED = range(5)
+
+
+def seed_globals(config: Config, life_number: int, row: int) -> None:
+    """Seed torch's and NumPy's own random numbers, which a user's parts may draw from, for one process of a run: its
+    row of the board. Else all that are forked from one server begin with the same ones.
+    """
+    seed = seed_for(config.seed, GLOBAL_SEED, life_number, row)
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def make_algorithm(config: ResolvedConfig, spec: Spec, compute: Compute = ON_CPU, rank: int = 0) -> AnyAlgorithm:
@@ -103,6 +112,11 @@ def acting_policy(algorithm: AnyAlgorithm, record: Record | None = None, most: i
         out, core_state = found
         if out.action.shape != (shape := inputs.prev_action.shape):
             raise ConfigError(f"algorithm: act chose actions of shape {tuple(out.action.shape)}, not {tuple(shape)}")
+        for name in ("log_prob", "value"):  # others would be broadcast to all envs
+            if getattr(x := getattr(out, name), "shape", None) != inputs.is_first.shape:
+                given = f"a tensor {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+                needed = f"a tensor {list(inputs.is_first.shape)}"
+                raise ConfigError(f"algorithm: act must give {needed} as {name}, not {given}")
         return out, core_state
 
     return policy

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from coterie.acting.table import acting_kind
@@ -52,6 +53,9 @@ class Resources(Compute):
 def plain_torch(inference: bool = False) -> Iterator[None]:
     """Torch as it is in a new process, in place of what the caller has set. Child processes do not see that, either."""
     with torch.inference_mode(inference), ExitStack() as changed:
+        if not inference:  # a run seeds the random numbers of torch and NumPy
+            changed.enter_context(torch.random.fork_rng(devices=[]))
+            changed.callback(np.random.set_state, np.random.get_state())
         changed.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(torch.float32)
         if torch.get_default_device().type != "cpu":

@@ -170,6 +170,8 @@ def check(config: ResolvedConfig, spec: Spec) -> None:
             stated = not value or re.match(r"must be (at least )?\d", reason)
             near = "" if stated else _nearest(field, config, spec)
             raise ConfigError(f"{field}: {value}{reason}{near}")
+    if exchange_kind(config).one_learner and config.learners > 1:  # one of a user's
+        raise ConfigError(f"learners: {config.learners} must be 1 with exchange {label(config.exchange)}")
     if 0 < config.max_lag < (least := acting_kind(config).least_lag(config, updates_of(config))):
         raise ConfigError(f"max_lag: {config.max_lag} must be at least {least} for this layout, or 0 for no such limit")
     check_own(config)

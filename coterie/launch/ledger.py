@@ -198,6 +198,7 @@ class Ledger:
         processes = chain[LearnerReport | WorkerReport](reports, self.acted.values())
         rss = [r.rss_mb for r in processes if r.rss_mb is not None]
         line: dict[str, Any] = {
+            **{k: v / max(1, self.batches) for k, v in self.metrics.items()},  # a user's may have the names below
             **self._rates(steps - self.line_steps, elapsed),
             **self._totals(),
             "mean_length": self.episodes.mean_length,
@@ -206,7 +207,6 @@ class Ledger:
             **self._line_lag(),
             **{f"latency/{name}": value for name, value in self._latency().items()},
             "rss_mb": sum(rss) if rss else None,
-            **{k: v / max(1, self.batches) for k, v in self.metrics.items()},
         }
         for name in sorted({name for r in reports for name in r.gauges}):
             values = [r.gauges[name] for r in reports if name in r.gauges]

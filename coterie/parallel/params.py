@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, CoterieError
 
 _ALIGN = 16  # floats; every parameter starts on a 64-byte line
 _TAIL = 16  # floats behind the gradient, for what an exchange sends along with it
@@ -43,11 +43,18 @@ class FlatParams:
         self.data = torch.zeros(end, device=device)
         self.bucket = torch.zeros(end + _TAIL, device=device)
         self.grad, self.tail = self.bucket[:end], self.bucket[end:]
+        self._first = named[0][1]
         for name, p in named:
             at = self.slices[name]
             self.data[at].view_as(p).copy_(p.detach())
             p.data = self.data[at].view_as(p)
             p.grad = self.grad[at].view_as(p)
+
+    def check_views(self) -> None:
+        """Raise a `CoterieError` where the views are gone: nothing would be trained from then on."""
+        grad, of = self._first.grad, "set them to zero or change them in place"
+        if grad is None or grad.data_ptr() != self.grad.data_ptr() or self._first.data_ptr() != self.data.data_ptr():
+            raise CoterieError(f"the network's weights or gradients are other tensors (zero_grad, float, to): {of}")
 
     def replica(self, model: nn.Module) -> tuple[nn.Module, Tensor]:
         """A second module on the very same weights and buffers, with a flat gradient of its own.

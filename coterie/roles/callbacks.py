@@ -186,6 +186,8 @@ class Callbacks:
             name = f"{type(callback).__name__}.{hook}"
             try:
                 answer = getattr(callback, hook)(self.run, *args)
+                if isinstance(answer, bool) and hook != "should_stop":
+                    raise ConfigError(f"it returned {answer}; what ends a run is should_stop")
                 if hook == "should_stop" and answer:  # here: an array has no truth value
                     self._stop(answer if isinstance(answer, str) else name, None)
             except (Exception, SystemExit) as error:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from coterie.acting.table import acting_kind
 from coterie.algorithms.base import AnyAlgorithm
 from coterie.build.evaluate import Scores, Trial, evaluate
-from coterie.build.factory import EVAL_SEED, ProcessContext, seed_for, worker_setup
+from coterie.build.factory import EVAL_SEED, ProcessContext, seed_for, seed_globals, worker_setup
 from coterie.config import ResolvedConfig
 from coterie.envs.news import EnvNews
 from coterie.errors import CoterieError, reason_of
@@ -103,6 +103,7 @@ def worker_process(
     """A child process of the run's acting: one actor, or one env host."""
     kind = acting_kind(config)
     os.nice(kind.niceness)
+    seed_globals(config, life_number, row)
     with shown_alive(context.board, row, config.log.stall):
         worker = kind.worker(worker_setup(config, life_number, context, number, row), context.acting)
         with closing(worker):

@@ -23,6 +23,7 @@ from coterie.build.factory import (
     make_algorithm,
     normalizers,
     patience,
+    seed_globals,
     stated_lag,
     updates_of,
     worker_setup,
@@ -55,10 +56,8 @@ from coterie.types import Rollout
 
 
 class LearnerProcess:
-    """A learner with its acting: builds the parts and runs the loop.
-
-    `life_number`: another number at each start, so that a resumed run does not see the episodes of its first minutes
-    again.
+    """A learner with its acting: builds the parts and runs the loop. `life_number`: another number at each start, so
+    that a resumed run does not see the episodes of its first minutes again.
     """
 
     def __init__(self, config: ResolvedConfig, life_number: int = 0, context: ProcessContext | None = None) -> None:
@@ -69,6 +68,7 @@ class LearnerProcess:
         if self.resources.device.type == "cuda":
             torch.cuda.set_device(self.resources.device)
         keep_freed_memory()
+        seed_globals(config, life_number, context.rank)
         with ExitStack() as made:  # closed where a part cannot be made
             # In a replay, learners are threads of one process, and `Replay.run` sets it for all.
             made.callback(set_torch(config.deterministic and context.recorded_life is None))
