@@ -39,7 +39,8 @@ CONDITIONS = """## Conditions
   2026 on, of peers from December on; "AMD EPYC" without a family may be Zen 3, 4 or 5, whose speeds differ by up to 2.
 - Coterie: EnvPool, fp32 for vectors, the learners, actors and envs that a preset has on two cores, and but for the
   group "Memory" the preset's defaults. "x4" behind env steps: each repeats its action four times, and counts once.
-- Rows of `sb3_league.py`: Stable-Baselines3 with its library defaults and one gymnasium env, not tuned for the task.
+- Rows of `sb3_league.py`: Stable-Baselines3 with its library defaults and one gymnasium env, not tuned for the task;
+  one torch thread from December on.
   Coterie's presets have settings of our own for vectors, so this does not compare the two implementations. SAC has the
   same hyperparameters in both, but starts to train after 10,000 env steps in Coterie, after 100 there.
 - No run was steered. The budgets of `gala-ppo` and `ppo-paper` on Pong were raised after runs of 3M env steps had ended

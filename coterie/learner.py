@@ -177,14 +177,13 @@ def take_step(exchange: Exchange, params: FlatParams, metrics: dict[str, float],
     if odd := [name for name, v in metrics.items() if not math.isfinite(v)]:
         params.grad.fill_(math.nan)  # reject a non-finite loss even if its gradient is finite
     try:
-        norm = exchange.step(params, lr)
+        if isinstance(norm := exchange.step(params, lr), float | int | Tensor):
+            return norm
+        raise CoterieError(f"exchange: step must return the norm of the gradient, not {norm!r:.40}")
     except CoterieError as error:
         shown = ", ".join(f"{k} {v:.4g}" for k, v in metrics.items())
         reason = f"{odd[0]} is not finite" if odd and isinstance(error, NonFinite) else error
         raise type(error)(f"{reason} at {where} ({shown})") from None
-    if not isinstance(norm, float | int | Tensor):
-        raise CoterieError(f"exchange: step must return the norm of the gradient, not {norm!r:.40}")
-    return norm
 
 
 @dataclass
@@ -228,8 +227,6 @@ def learn(parts: LearnerParts, on_rollout: Callable[[Rollout], bool]) -> None:
                 observer.gradient(progress.env_steps, algorithm, batch)
             where = f"learner step {progress.learner_steps + 1}"
             batch.metrics["grad_norm"] = take_step(exchange, params, batch.metrics, lr, where)
-            if progress.learner_steps == 0 and bool(params.grad.any()):
-                raise CoterieError("exchange: step must set params.grad to zero; gradients are added to it")
             for observer in parts.observers:
                 observer.step()
             algorithm.after_step(model, batch)

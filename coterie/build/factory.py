@@ -39,7 +39,7 @@ from coterie.parallel.board import Board
 from coterie.parallel.graphs import MOST_RECORDINGS, Graphed, Record
 from coterie.parallel.params import FlatParams
 from coterie.parallel.shm import SharedArrays
-from coterie.parallel.threads import ALONE, Team, making
+from coterie.parallel.threads import ALONE, Team, making, making_alone
 from coterie.parallel.weights import Weights
 from coterie.plugins import in_one_line, label
 from coterie.types import AgentOutput, Inputs, Spec
@@ -57,9 +57,9 @@ def seed_globals(config: Config, life_number: int, row: int) -> None:
     """Seed torch's and NumPy's own random numbers, which a user's parts may draw from, for one process of a run: its
     row of the board. Else all that are forked from one server begin with the same ones.
     """
-    seed = seed_for(config.seed, GLOBAL_SEED, life_number, row)
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
+    with making_alone:  # in a replay, learners are threads
+        torch.manual_seed(seed := seed_for(config.seed, GLOBAL_SEED, life_number, row))
+        np.random.seed(seed % 2**32)
 
 
 def make_algorithm(config: ResolvedConfig, spec: Spec, compute: Compute = ON_CPU, rank: int = 0) -> AnyAlgorithm:

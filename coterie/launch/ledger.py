@@ -39,8 +39,7 @@ class Ledger:
         self.tasks = {task: Episodes() for task in several} if len(several := tasks(config.env.id)) > 1 else {}
         self.resumes, self.seconds_before, self.begin_steps = 0, 0.0, 0
         self.rolled_back = self.dropped = self.restarts = 0
-        before = state or {}
-        self.restarts_before, self.actor_restarts = before.get("restarts", 0), before.get("actor_restarts", 0)
+        self.restarts_before, self.actor_restarts = ((state or {}).get(k, 0) for k in ("restarts", "actor_restarts"))
         self.last_eval: dict[str, float] = {}
         self.lags, self.line_lags = Counter[int](), Counter[int]()  # rows by policy_lag: of all, since the last line
         self.lag_by_row, self.rollouts = list[float](), 0  # sums of the lag of each row, over that many rollouts
@@ -210,10 +209,7 @@ class Ledger:
         }
         for name in sorted({name for r in reports for name in r.gauges}):
             values = [r.gauges[name] for r in reports if name in r.gauges]
-            if name.endswith("/max"):
-                line[name] = max(values)
-            else:
-                line[name] = sum(values) / (1 if name in _SUM else len(values))
+            line[name] = max(values) if name.endswith("/max") else sum(values) / (1 if name in _SUM else len(values))
         for stage, seconds in self.stages.items():
             line[f"stage/{stage}"] = (seconds - self.line_stages.get(stage, 0.0)) / elapsed
         self.line_stages, self.last_line, self.line_steps = dict(self.stages), now, steps
@@ -271,7 +267,7 @@ class Ledger:
         board, learned, totals = self.board, self.env_steps, self._totals()
         if self.config.optim.on_nonfinite == "stop":
             del totals["skipped_batches"]
-        each, restarts = [digests.get(k, "") for k in range(self.config.learners)], self.restarts_before + self.restarts
+        each = [digests.get(k, "") for k in range(self.config.learners)]
         by_row = [round(x / self.rollouts, 3) for x in self.lag_by_row]
         whole = each[0] if len(each) == 1 else hashlib.sha256("".join(each).encode()).hexdigest()
         return {
@@ -296,7 +292,7 @@ class Ledger:
             "energy": self.energy.summary((learned - self.begin_steps) * self.spec.action_repeat),
             "digest": whole if digests else "",
             **({"digests": each} if len(each) > 1 else {}),
-            "restarts": restarts,
+            "restarts": self.restarts_before + self.restarts,
             "actor_restarts": self.actor_restarts,
             **self.last_eval,
         }

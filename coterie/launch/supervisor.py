@@ -96,9 +96,9 @@ class Supervisor:
             if self.missed is not None and self.rescue is None and awake() - self.missed[0] > _GRACE_S:
                 self._restart_all(self.missed[1])
             run.poll()
-            if self.rescue is not None and self.rescue.is_over:
-                self.rescue.settle()
-                self._restart_all(self.rescue.reason)
+            if (rescue := self.rescue) is not None and rescue.is_over:
+                rescue.settle()
+                self._restart_all(rescue.reason)
             if self._is_starved():
                 self._end_at_last_checkpoint("all learners wait for rollouts that no process produces")
             elif not run.over and (stalled := run.stalled()):
@@ -261,8 +261,7 @@ class Supervisor:
     # Actors
 
     def _start_actor(self, row: int) -> None:
-        links, number, cores = self.group.actor(row)
-        ledger = self.run.ledger
+        (links, number, cores), ledger = self.group.actor(row), self.run.ledger
         life_number = ledger.resumes + 1000 * (ledger.restarts + self.actor_restarts.total)
         self.run.board.start(row)
         args = (self.config, life_number, replace(links, folder=self.run.folder), number, row)

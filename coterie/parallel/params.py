@@ -43,7 +43,7 @@ class FlatParams:
         self.data = torch.zeros(end, device=device)
         self.bucket = torch.zeros(end + _TAIL, device=device)
         self.grad, self.tail = self.bucket[:end], self.bucket[end:]
-        self._first = named[0][1]
+        self._first, self._batches = named[0][1], 0
         for name, p in named:
             at = self.slices[name]
             self.data[at].view_as(p).copy_(p.detach())
@@ -51,7 +51,12 @@ class FlatParams:
             p.grad = self.grad[at].view_as(p)
 
     def check_views(self) -> None:
-        """Raise a `CoterieError` where the views are gone: nothing would be trained from then on."""
+        """Before a batch: raise a `CoterieError` where the views are gone, so that nothing would be trained from then
+        on, or where the gradient of the first batch is still there.
+        """
+        self._batches += 1
+        if self._batches == 2 and bool(self.grad.any()):
+            raise CoterieError("exchange: step must set params.grad to zero; gradients are added to it")
         grad, of = self._first.grad, "set them to zero or change them in place"
         if grad is None or grad.data_ptr() != self.grad.data_ptr() or self._first.data_ptr() != self.data.data_ptr():
             raise CoterieError(f"the network's weights or gradients are other tensors (zero_grad, float, to): {of}")

@@ -106,16 +106,13 @@ SAC = {"env": "Pendulum-v1", "algorithm": "sac", "reward.normalize": False}
 ALIKE = {"algorithm": "vtrace", "learners": 2, "exchange": "allreduce"}
 # Fields with several refusals: words of the reason, and what meets it.
 COUNTING, IMAGES = "coterie.envs.testing:CountingEnv", '{"continuous": true, "obs": "image"}'
+MIXED = '{"kind": "mixed"}'
 AMBIGUOUS = [
     ("MEMORY", "with dqn", {"algorithm": "dqn", "model.network": "tests.support.networks:Counter"}),
     ("MEMORY", "with r2d2", {"algorithm": "r2d2"}),
     ("MEMORY", "with sac", {"env": "Pendulum-v1", "algorithm": "sac", "model.core": "lstm"}),
     ("algorithm", "continuous actions", {"algorithm": "sac"}),
-    (
-        "algorithm",
-        "a2c or vtrace",
-        {"env": "tests.support.masked:Masked", "env.kwargs": '{"kind": "mixed"}', "algorithm": "dqn"},
-    ),
+    ("algorithm", "a2c or vtrace", {"env": "tests.support.masked:Masked", "env.kwargs": MIXED, "algorithm": "dqn"}),
     ("algorithm", "vectors of numbers", {"env": COUNTING, "env.kwargs": IMAGES, "algorithm": "sac"}),
     *[("actors", x, {**of, "actors": 0}) for x, of in (("at least 1", DECOUPLED), ("or 0 where", CENTRAL))],
     ("acting", "older weights", {"acting": "decoupled", "actors": 2}),

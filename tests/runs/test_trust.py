@@ -293,12 +293,8 @@ def test_a_checkpoint_of_a_newer_format_is_refused_and_an_older_one_is_read(fore
 def test_best_json_names_a_checkpoint_of_the_same_run_only(foreign):
     root = foreign / "checkpoints"
     shutil.copytree(path := checkpoint.latest(root), elsewhere := foreign / "elsewhere")
-    for name in ("../elsewhere", str(elsewhere.absolute()), "../..", "..", ".", f"x/../{path.name}"):
+    for name in ("../elsewhere", str(elsewhere.absolute()), "../..", "..", f"x/../{path.name}", path.name, "."):
         (root / "best.json").write_text(json.dumps({"checkpoint": name, "score": 1.0}))
-        assert checkpoint.best(root)[0] is None, name
-        with pytest.raises(
-            coterie.ConfigError, match=r"best\.json names no complete checkpoint .*, such as .*/step_\d+$"
-        ):
-            coterie.load(foreign)
-    (root / "best.json").write_text(json.dumps({"checkpoint": path.name, "score": 1.0}))
-    assert checkpoint.best(root)[0] == path
+        assert checkpoint.best(root)[0] == (path if name == path.name else None), name
+    with pytest.raises(coterie.ConfigError, match=r"best\.json names no complete checkpoint .*, such as .*/step_\d+$"):
+        coterie.load(foreign)
