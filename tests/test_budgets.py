@@ -11,9 +11,9 @@ from tests.test_layers import MODULES, ROOT, imports
 TESTS = Path(__file__).parent
 
 # Planned: 16,000 for the library, 4,500 for the tools and 18,000 for the tests. A commit that raises one says for what.
-LIBRARY_LINES = 28_900
-TOOLS_LINES = 6_590
-TESTS_LINES = 35_080
+LIBRARY_LINES = 29_050
+TOOLS_LINES = 6_640
+TESTS_LINES = 35_330
 TOP_LEVEL_MODULES = 9
 FILE_LINES = 300
 FUNCTION_LINES = 60
@@ -22,7 +22,7 @@ FILES = {"config.py": 460}  # every setting has its range and its help beside it
 CHOICE_COMPARISONS = 15
 MAIN_PATH = ("acting.inline", "acting.recorder", "types", "algorithms.a2c", "learner", "exchange.solo")
 MAIN_PATH_LINES = 1_090
-CELL_LINES = 4_420
+CELL_LINES = 4_435
 
 CHOICES = {
     "a2c", "ppo", "vtrace", "dqn", "r2d2", "sac", "inline", "decoupled", "central",
