@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
+from typing import SupportsFloat, cast
 
 import torch
 from torch import Tensor, nn
@@ -177,8 +177,8 @@ def take_step(exchange: Exchange, params: FlatParams, metrics: dict[str, float],
     if odd := [name for name, v in metrics.items() if not math.isfinite(v)]:
         params.grad.fill_(math.nan)  # reject a non-finite loss even if its gradient is finite
     try:
-        if isinstance(norm := exchange.step(params, lr), float | int | Tensor):
-            return norm
+        if isinstance(norm := exchange.step(params, lr), SupportsFloat):
+            return float(norm)
         raise CoterieError(f"exchange: step must return the norm of the gradient, not {norm!r:.40}")
     except CoterieError as error:
         shown = ", ".join(f"{k} {v:.4g}" for k, v in metrics.items())

@@ -182,7 +182,7 @@ def checkpoint_of(folder: Path, field: str) -> Path:
     best, last = checkpoint.best(root)[0], checkpoint.latest(root)
     if last is None:
         raise ConfigError(f"{field}: {folder} has no complete checkpoint yet")
-    if best is None and read(root, (mark := root / "best.json").exists):
+    if not best and read(root, (mark := root / "best.json").exists) and not (best := checkpoint.best(root)[0]):  # again
         raise ConfigError(
             f"{field}: {mark} names no complete checkpoint of this run; give one yourself, such as {last}"
         )

@@ -144,7 +144,7 @@ def _nearest(field: str, config: ResolvedConfig, spec: Spec) -> str:
         section, _, name = field.rpartition(".")
         part = replace(getattr(config, section), **{name: value}) if section else None
         other = replace(config, **{section: part} if section else {name: value})
-        with suppress(ArithmeticError, ConfigError):
+        with suppress(Exception):  # of a user's refusal, which does not expect this number
             return not any(one.applies(other, spec) for one in _refusals(other)) and bool(
                 config_io.replace(config, {field: value})  # within the field's range
             )

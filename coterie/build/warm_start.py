@@ -49,7 +49,7 @@ def source_of(folder: Path) -> Path:
 def fitting(path: Path, config: Config, spec: Spec) -> Path:
     """The checkpoint at `path`. Raises a `ConfigError` if its weights would be another policy under this config."""
     there, model = flat(read_json(path.parent.parent / "config.json", dict) or {}), config.model
-    if ":" in model.torso + model.network + model.core:  # which read what they like
+    if model.network:  # which reads what it likes
         return path
     torsos = torsos_of({name: obs for name, obs in spec.obs.items() if name != MASK}, model).values()
     mlp = "mlp" in torsos and config.algorithm != "sac"

@@ -74,7 +74,8 @@ def _unknown(env_id: str, known: Sequence[str], why: str) -> ConfigError:
 
 def _declared(env: config.Env, atari: config.Atari) -> Declared:
     limit = env.timeout + START_S
-    with time_limit(limit, f"env.id {label(env.id)!r}: not made within {limit:g} s (env.timeout + {START_S:g} s)"):
+    slow = f"not made within {limit:g} s, env.timeout and {START_S:g}: a slower one needs a larger env.timeout"
+    with time_limit(limit, f"env.id {label(env.id)!r}: {slow}"):
         if env.backend not in APART:
             return together_declared(env)
         return pool_declared(env, atari) if in_pool(env) else worker_declared(env)

@@ -43,7 +43,7 @@ class FlatParams:
         self.data = torch.zeros(end, device=device)
         self.bucket = torch.zeros(end + _TAIL, device=device)
         self.grad, self.tail = self.bucket[:end], self.bucket[end:]
-        self._first, self._batches = named[0][1], 0
+        self._ends, self._batches = (named[0], named[-1]), 0
         for name, p in named:
             at = self.slices[name]
             self.data[at].view_as(p).copy_(p.detach())
@@ -56,10 +56,12 @@ class FlatParams:
         """
         self._batches += 1
         if self._batches == 2 and bool(self.grad.any()):
-            raise CoterieError("exchange: step must set params.grad to zero; gradients are added to it")
-        grad, of = self._first.grad, "set them to zero or change them in place"
-        if grad is None or grad.data_ptr() != self.grad.data_ptr() or self._first.data_ptr() != self.data.data_ptr():
-            raise CoterieError(f"the network's weights or gradients are other tensors (zero_grad, float, to): {of}")
+            raise CoterieError("exchange: step must set params.grad to zero (to add up several batches, keep a copy)")
+        for name, p in self._ends:
+            data, grad = (x[self.slices[name]].data_ptr() for x in (self.data, self.grad))
+            if p.grad is None or p.grad.data_ptr() != grad or p.data_ptr() != data:
+                why = "after zero_grad, double or to, or an exchange that rebinds params.data"
+                raise CoterieError(f"the network's weights or gradients are other tensors {why}: change them in place")
 
     def replica(self, model: nn.Module) -> tuple[nn.Module, Tensor]:
         """A second module on the very same weights and buffers, with a flat gradient of its own.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import signal
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -52,14 +53,13 @@ def time_limit(seconds: float, reason: str) -> Iterator[None]:
 
     def over(number: int, frame: FrameType | None) -> None:
         nonlocal trace
-        trace = "".join(traceback.format_stack(frame))
+        trace = trace or "".join(traceback.format_stack(frame))
         raise _TooLong
 
-    try:
-        handler = signal.signal(signal.SIGALRM, over)
-    except ValueError:
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
+    handler = signal.signal(signal.SIGALRM, over)
     outer = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again each second, if something catches it
     try:
         yield

@@ -70,7 +70,7 @@ def test_the_cost_of_acting_is_measured_with_the_envs_own_exploration(monkeypatc
 
 def test_the_ceiling_is_that_of_cores_and_of_gpus(monkeypatch):
     monkeypatch.setattr(command, "available_cores", lambda: [0, 1, 2, 3])
-    rates = {"env_only": 4000.0, "acting": 1.0, "training": 1.0}
+    rates = {"env_only": 4000.0, "acting": 1.0, "training": 1.0, "env_threads": 4.0}
     one = {**rates, "env": 1e-3, "act": 1e-3, "train": 2e-3}
     for learners, on_gpu, ceiling in (
         ([[one], [one]], [], 1000),
@@ -79,6 +79,7 @@ def test_the_ceiling_is_that_of_cores_and_of_gpus(monkeypatch):
         ([[{**one, "env": 2e-2}]], ["act", "train"], 200),
         ([[{**one, "env_only": 200.0}]] * 2, [], 400),  # envs that wait
         ([[{**one, "env_only": 510.0}]] * 2, [], 1000),
+        ([[{**one, "env_only": 480.0, "env_threads": 0.5}]] * 2, [], 1000),  # envs that keep their only core busy
     ):
         assert command._sum(learners, on_gpu)["ceiling"].tolist() == [pytest.approx(ceiling)]
 

@@ -35,9 +35,12 @@ _SPREAD = 0.05  # of the ratios of the rounds, below which they have settled
 _ROUNDS = 5  # at least, where the time is enough
 _BURSTS = 6  # of rollouts in a turn
 _SHORTEST_S, _LONGEST = 0.5, 1 / 16  # a turn: in seconds, and as a part of the whole time
-_WAITING = 0.5  # of the ceiling of cores: envs that are slower than that alone sleep, or ask another program
+# Envs sleep, or ask another program, if alone they are slower than this part of the ceiling of cores, and use less than
+# this part of their threads' cores.
+_WAITING = 0.5
 
 _RATES = ("env_only", "acting", "training")
+_SUMMED = (*_RATES, "env_threads")  # over the learners
 _CALLS = {"forward": "a forward pass of the policy", "step": "a learner step's gradient"}
 
 Round = dict[str, float]  # rates in env steps/s, and the seconds of a core that an env step costs
@@ -91,7 +94,7 @@ def bench(asked: Config, seconds: float) -> dict[str, Any]:
 def _sum(learners: list[list[Round]], on_gpu: Sequence[str]) -> dict[str, Any]:
     """The rounds of all learners: summed rates, mean costs of an env step, and the ceiling of each round."""
     by_key = {k: np.array([[one[k] for one in rounds] for rounds in learners]) for k in learners[0][0]}
-    rates = {k: by_key.pop(k).sum(0) for k in _RATES}
+    rates = {k: by_key.pop(k).sum(0) for k in _SUMMED}
     found = {**rates, **{k: x.mean(0) for k, x in by_key.items()}}
     return {**found, "ceiling": _ceiling(found, len(learners), on_gpu)}
 
@@ -106,7 +109,9 @@ def _ceiling(found: Mapping[str, Any], learners: int, on_gpu: Sequence[str]) -> 
         most = np.minimum(cores / found["env"], learners / sum(found[k] for k in on_gpu))
     else:
         most = cores / (found["env"] + found["act"] + found["train"])
-    return np.where(found["env_only"] < _WAITING * most, found["env_only"], most)
+    busy = found["env_only"] * found["env"] / np.minimum(cores, found["env_threads"])
+    waits = (found["env_only"] < _WAITING * most) & (busy < _WAITING)
+    return np.where(waits, found["env_only"], most)
 
 
 def spread(ratio: Any) -> float:
@@ -145,6 +150,7 @@ def _measure(learner: LearnerProcess, seconds: float) -> dict[str, Any]:
                 training.rest()
                 sync()
                 rates["env_only"], rates["env"] = env_only.turn(brief)
+                rates["env_threads"] = float(env_only.threads)
                 sync()
                 rates |= parts.turn(brief) | parts.calls(brief / 2)
                 sync()
@@ -155,7 +161,7 @@ def _measure(learner: LearnerProcess, seconds: float) -> dict[str, Any]:
                 stages.update(learner.stages.seconds)
                 rounds.append(rates)
                 n = learner.config.learners  # which all have about this one's rates
-                alike = [{k: v * n if k in _RATES else v for k, v in one.items()} for one in rounds]
+                alike = [{k: v * n if k in _SUMMED else v for k, v in one.items()} for one in rounds]
                 ratio = [one["training"] / _ceiling(one, n, on_gpu) for one in alike]
                 if rank == 0 and (spread(ratio) < _SPREAD or time.monotonic() > end):
                     board.stop()

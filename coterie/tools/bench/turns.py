@@ -93,7 +93,7 @@ class EnvOnly:
             own = resolve_resources(replace(mine, device="cpu"), learner.spec, cores=int(kind.own_policy))
         # As an env host has it, each group of a child has one for each of its cores.
         each = -(-own.env_threads // (1 if kind.hosted and not config.env.threads else own.groups))
-        threads = processes * own.groups * each
+        self.threads = threads = processes * own.groups * each
         env = replace(config.env, delay=0.0)
         self.envs = make_envs(env, config.atari, seed=config.seed, threads=threads, groups=1)
         self.choose = partial(random_actions, learner.spec.action, default_rng(config.seed), config.env.num_envs)
