@@ -178,6 +178,7 @@ def take_step(exchange: Exchange, params: FlatParams, metrics: dict[str, float],
         params.grad.fill_(math.nan)  # reject a non-finite loss even if its gradient is finite
     try:
         if isinstance(norm := exchange.step(params, lr), SupportsFloat):
+            params.check_cleared()
             return float(norm)
         raise CoterieError(f"exchange: step must return the norm of the gradient, not {norm!r:.40}")
     except CoterieError as error:

@@ -43,7 +43,7 @@ class FlatParams:
         self.data = torch.zeros(end, device=device)
         self.bucket = torch.zeros(end + _TAIL, device=device)
         self.grad, self.tail = self.bucket[:end], self.bucket[end:]
-        self._ends, self._batches = (named[0], named[-1]), 0
+        self._ends, self._stepped = (named[0], named[-1]), False
         for name, p in named:
             at = self.slices[name]
             self.data[at].view_as(p).copy_(p.detach())
@@ -51,17 +51,17 @@ class FlatParams:
             p.grad = self.grad[at].view_as(p)
 
     def check_views(self) -> None:
-        """Before a batch: raise a `CoterieError` where the views are gone, so that nothing would be trained from then
-        on, or where the gradient of the first batch is still there.
-        """
-        self._batches += 1
-        if self._batches == 2 and bool(self.grad.any()):
-            raise CoterieError("exchange: step must set params.grad to zero (to add up several batches, keep a copy)")
+        """Before a batch: raise a `CoterieError` where the views are gone; nothing would be trained from then on."""
         for name, p in self._ends:
             data, grad = (x[self.slices[name]].data_ptr() for x in (self.data, self.grad))
             if p.grad is None or p.grad.data_ptr() != grad or p.data_ptr() != data:
-                why = "after zero_grad, double or to, or an exchange that rebinds params.data"
-                raise CoterieError(f"the network's weights or gradients are other tensors {why}: change them in place")
+                raise CoterieError("weights or gradients are other tensors (zero_grad, double, data =); set in place")
+
+    def check_cleared(self) -> None:
+        """After an exchange's first step: raise a `CoterieError` where the gradient is still there."""
+        if not self._stepped and bool(self.grad.any()):
+            raise CoterieError("exchange: step must set params.grad to zero (to add up several batches, keep a copy)")
+        self._stepped = True
 
     def replica(self, model: nn.Module) -> tuple[nn.Module, Tensor]:
         """A second module on the very same weights and buffers, with a flat gradient of its own.

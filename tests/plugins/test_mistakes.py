@@ -76,7 +76,7 @@ class Told(coterie.Callback):
         return True
 
 
-VIEWS = r"the network's weights or gradients are other tensors after zero_grad, double or to"
+VIEWS = r"weights or gradients are other tensors \(zero_grad, double, data =\); set in place"
 
 
 @pytest.mark.parametrize(
