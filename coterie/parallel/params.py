@@ -53,7 +53,7 @@ class FlatParams:
     def check_views(self) -> None:
         """Before a batch: raise a `CoterieError` where the views are gone; nothing would be trained from then on."""
         for name, p in self._ends:
-            data, grad = (x[self.slices[name]].data_ptr() for x in (self.data, self.grad))
+            data, grad = (x.data_ptr() + 4 * self.slices[name].start for x in (self.data, self.grad))
             if p.grad is None or p.grad.data_ptr() != grad or p.data_ptr() != data:
                 raise CoterieError("weights or gradients are other tensors (zero_grad, double, data =); set in place")
 

@@ -70,17 +70,15 @@ class ProcessorClock:
 
     def __init__(self) -> None:
         self.workers = psutil.Process().children(recursive=True)
-        self.begin = 0.0
-        self.begin = self.seconds()
 
     def seconds(self) -> float:
-        """Since the clock was made."""
+        """Since these processes began."""
         used = time.process_time()
         for worker in self.workers:
             with suppress(psutil.NoSuchProcess):  # replaced
                 times = worker.cpu_times()
                 used += float(times.user + times.system)
-        return used - self.begin
+        return used
 
 
 class EnvOnly:

@@ -127,6 +127,7 @@ def _one_env(config: ResolvedConfig, spec: Spec, seconds: float) -> dict[str, fl
     took = list[float]()
     try:
         seen, clock = envs.recv(0), ProcessorClock()
+        before = clock.seconds()
         end = time.perf_counter() + seconds
         while time.perf_counter() < end or len(took) < 20:
             action = random_actions(spec.action, rng, agents, seen.obs)
@@ -134,7 +135,7 @@ def _one_env(config: ResolvedConfig, spec: Spec, seconds: float) -> dict[str, fl
             envs.send(0, action)
             seen = envs.recv(0)
             took.append(time.perf_counter() - begin)
-        used = clock.seconds()
+        used = clock.seconds() - before
     finally:
         envs.close()
     waits = 1 - used / sum(took)
